@@ -1,24 +1,21 @@
 """Optimizer kernels on the host: one AdamW pass over a unit's state, and the split FP32 master.
 
-``load`` picks the implementation. ``reference`` is plain torch and defines the right result; ``native`` is C++ with
-explicit SIMD, gives the same bits and is several times faster. Both work in place on flat buffers.
+``load`` picks the implementation. ``reference`` is plain torch and defines the right result; ``native`` is
+C++ with explicit SIMD, gives the same bits and is several times faster. Both work in place on flat buffers.
 
-The split master keeps an FP32 value as two 16-bit halves: the *head* is its nearest bfloat16 (ties away from zero) and
-goes to the device as the compute weight, the *tail* is the rest. With FP32 compute the head is the master itself and
-there is no tail.
+The split master keeps an FP32 value as two 16-bit halves: the *head* is its nearest bfloat16 (ties away from
+zero) and goes to the device as the compute weight, the *tail* is the rest. With FP32 compute the head is the
+master itself and there is no tail.
 """
 
 from __future__ import annotations
 
 import logging
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
-    import numpy as np
-    import torch
-
-    Buffer = torch.Tensor | np.ndarray[Any, Any]
+    from torch import Tensor
 
 # Time of one AdamW pass, reference over native: 2 cores of an AVX-512 Xeon, 64 Mi parameters, split master.
 REFERENCE_SLOWDOWN = 8
@@ -29,8 +26,9 @@ _logger = logging.getLogger(__name__)
 class Kernel(Protocol):
     """What the optimizer needs from a kernel.
 
-    Buffers are flat, contiguous, in host memory and of one length: torch tensors, or with ``native`` NumPy arrays of
-    the same layout too (bfloat16 as uint16). A wrong type or length is a TypeError or ValueError.
+    Buffers are flat, contiguous, in host memory and of one length. They are torch tensors; ``native`` takes
+    NumPy arrays of the same layout too (bfloat16 as uint16). A wrong type or length is a TypeError or
+    ValueError.
     """
 
     name: str
@@ -45,11 +43,11 @@ class Kernel(Protocol):
 
     def adamw(
         self,
-        head: Buffer,
-        tail: Buffer | None,
-        exp_avg: Buffer,
-        exp_avg_sq: Buffer,
-        grad: Buffer,
+        head: Tensor,
+        tail: Tensor | None,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        grad: Tensor,
         *,
         lr: float,
         beta1: float,
@@ -61,20 +59,21 @@ class Kernel(Protocol):
     ) -> None:
         """Update master and moments in place by one step of AdamW (Loshchilov and Hutter, arXiv 1711.05101).
 
-        ``head`` [n] is bfloat16 with ``tail`` [n] int16, or float32 with ``tail`` None; the moments [n] are float32;
-        ``grad`` [n] is bfloat16 or float32 and is multiplied by ``grad_scale``. ``step`` counts from 1: it belongs to
-        the caller, so that every unit of a step gets the same bias correction.
+        ``head`` [n] is bfloat16 with ``tail`` [n] int16, or float32 with ``tail`` None; the moments [n] are
+        float32; ``grad`` [n] is bfloat16 or float32 and is multiplied by ``grad_scale``. ``step`` counts from
+        1: it belongs to the caller, so that every unit of a step gets the same bias correction.
         """
 
-    def split(self, master: Buffer, head: Buffer, tail: Buffer) -> None:
-        """Write the halves of ``master`` [n] float32 to ``head`` [n] bfloat16 and ``tail`` [n] int16; exact."""
+    def split(self, master: Tensor, head: Tensor, tail: Tensor) -> None:
+        """Write ``master`` [n] float32 to its halves, ``head`` [n] bfloat16 and ``tail`` [n] int16."""
 
-    def join(self, head: Buffer, tail: Buffer, master: Buffer) -> None:
-        """Write the value of ``head`` and ``tail`` to ``master`` [n] float32; the inverse of ``split``, bit for bit."""
+    def join(self, head: Tensor, tail: Tensor, master: Tensor) -> None:
+        """Write the value of ``head`` and ``tail`` to ``master`` [n] float32; undoes ``split`` exactly."""
 
 
 def load(name: Literal["auto", "native", "reference"] = "auto") -> Kernel:
-    """Return a kernel. ``auto`` is ``native`` where it works, else ``reference`` with one warning that says why.
+    """Return a kernel: ``auto`` is ``native`` where it works, else ``reference`` with one warning that says
+    why.
 
     Raises UserError when ``native`` is asked for by name and does not work, or the name is unknown.
     """

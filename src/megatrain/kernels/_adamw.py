@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class AdamWScalars(NamedTuple):
-    """The scalars of one AdamW step, computed in double; a kernel rounds each to float32 once, as torch does."""
+    """The scalars of one AdamW step, in double; a kernel rounds each to float32 once, as torch does."""
 
     decay: float
     lerp_weight: float

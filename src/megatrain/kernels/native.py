@@ -1,6 +1,7 @@
 """The C++ kernel: one pass over the unit with AVX-512, AVX2 or plain C++, on every core the process may use.
 
-Needs neither torch nor OpenMP. The compiled module takes addresses; types, sizes and contiguity are checked here.
+Needs neither torch nor OpenMP. The compiled module takes addresses: types, lengths and strides are checked
+here.
 """
 
 from __future__ import annotations
@@ -15,11 +16,16 @@ from typing import TYPE_CHECKING, Any
 from megatrain.kernels._adamw import adamw_scalars, common_length, dtype_name
 
 if TYPE_CHECKING:
-    from megatrain.kernels import Buffer
+    import numpy as np
+    from torch import Tensor
+
+    Buffer = Tensor | np.ndarray[Any, Any]
 
 _EXTENSION = "megatrain.kernels._native"
 _INTERFACE = 1
-_HOW_TO_BUILD = "install a C++17 compiler and reinstall with `pip install --force-reinstall --no-deps -v megatrain`"
+_HOW_TO_BUILD = (
+    "install a C++17 compiler and reinstall with `pip install --force-reinstall --no-deps -v megatrain`"
+)
 
 
 class NativeUnavailable(RuntimeError):
@@ -29,7 +35,7 @@ class NativeUnavailable(RuntimeError):
 class NativeKernel:
     """C++ with explicit SIMD; see ``megatrain.kernels.Kernel``. Thread-safe; concurrent calls take turns.
 
-    ``isa`` is one of ``instruction_sets()``; by default the widest that the processor has. Raises NativeUnavailable.
+    ``isa`` is one of ``instruction_sets()``, by default the widest. Raises NativeUnavailable.
     """
 
     name = "native"
@@ -37,7 +43,9 @@ class NativeKernel:
     def __init__(self, isa: str | None = None) -> None:
         self._native = _load_extension()
         self.isa = isa or self._native.instruction_sets()[0]
-        self._threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._threads = (
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        )
         self.reason = f"C++, {self.isa}, {self._threads} threads"
         _self_test(self)
 
@@ -117,18 +125,22 @@ def _load_extension() -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != _EXTENSION:
             raise
-        raise NativeUnavailable(f"it was not built ({_HOW_TO_BUILD} to see the compiler's messages)") from error
+        raise NativeUnavailable(
+            f"it was not built ({_HOW_TO_BUILD} to see the compiler's messages)"
+        ) from error
     except ImportError as error:
         raise NativeUnavailable(f"it failed to load: {error} ({_HOW_TO_BUILD})") from error
     found = getattr(extension, "INTERFACE", None)
     if found != _INTERFACE:
-        raise NativeUnavailable(f"it is of another version: interface {found}, not {_INTERFACE} ({_HOW_TO_BUILD})")
+        raise NativeUnavailable(
+            f"it is of another version: interface {found}, not {_INTERFACE} ({_HOW_TO_BUILD})"
+        )
     atexit.register(extension.shutdown)
     return extension
 
 
 def _self_test(kernel: NativeKernel) -> None:
-    """One small step against float64, so that a miscompiled module is refused instead of training on nonsense."""
+    """One small step against float64: a miscompiled module is refused instead of training on nonsense."""
     import numpy as np
 
     count = 37  # whole vectors of every width and a rest
@@ -150,7 +162,7 @@ def _self_test(kernel: NativeKernel) -> None:
 
 
 def _address(name: str, buffer: Any, *allowed: str) -> int:
-    """Where the buffer's elements begin, after checking its type and that they lie one after another on the host."""
+    """The address of the first element, after checking type, place and contiguity."""
     dtype_name(name, buffer, *allowed)
     if hasattr(buffer, "data_ptr"):
         if buffer.device.type != "cpu" or not buffer.is_contiguous():

@@ -1,11 +1,11 @@
 """The AdamW kernel in plain torch: the definition of right, and the fallback without a compiler.
 
-Bitwise ``torch.optim.AdamW(fused=True)`` on the CPU for FP32 masters and unscaled FP32 gradients (its vectorised part:
-the fused kernel rounds the last ``n % 16`` elements of a tensor another way). The order of operations, with every
-multiply-add that is rounded once, is::
+Bitwise ``torch.optim.AdamW(fused=True)`` on the CPU for FP32 masters and unscaled FP32 gradients, but for the
+last ``n % 16`` elements of a tensor, which the fused kernel rounds another way. The order of operations, with
+every multiply-add that is rounded once, is::
 
     p  = p * decay                                  decay = 1 - lr * weight_decay
-    m  = fma(1 - beta1, g - m, m)                   torch.lerp
+    m  = fma(1 - beta1, g - m, m)                   torch.lerp; fma(-beta1, g - m, g) if beta1 <= 0.5
     v  = fma((1 - beta2) * g, g, v * beta2)         torch.addcmul
     p  = p + (step_size * m) / (sqrt(v) / root_correction + eps)
 """
@@ -19,12 +19,12 @@ from torch import Tensor
 
 from megatrain.kernels._adamw import AdamWScalars, adamw_scalars, common_length, dtype_name
 
-# Bounds the temporaries (five FP32 values an element) and keeps them in the cache.
-BLOCK = 1 << 18
+# Bounds the temporaries: about six FP32 values an element.
+BLOCK = 1 << 20
 
 
 class ReferenceKernel:
-    """Plain torch; see ``megatrain.kernels.Kernel``. Threads are torch's own, shared with the whole process."""
+    """Plain torch; see ``megatrain.kernels.Kernel``. The threads are torch's, shared with the process."""
 
     name = "reference"
 
@@ -104,12 +104,22 @@ def _blocks(length: int) -> Iterator[slice]:
 
 def _update(master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, scalars: AdamWScalars) -> None:
     master.mul_(scalars.decay)
-    exp_avg.lerp_(grad, scalars.lerp_weight)
+    _lerp(exp_avg, grad, scalars.lerp_weight)
     exp_avg_sq.mul_(scalars.beta2).addcmul_(grad, grad, value=scalars.square_weight)
-    # torch.sqrt is off by one unit in the last place for some values on the CPU; through double it is correctly rounded.
+    # torch.sqrt on the CPU is off by one unit in the last place for some values; through double it is exact.
     denominator = exp_avg_sq.double().sqrt_().float()
     denominator.div_(scalars.root_correction).add_(scalars.eps)
     master.addcdiv_(exp_avg, denominator, value=scalars.step_size)
+
+
+def _lerp(exp_avg: Tensor, grad: Tensor, weight: float) -> None:
+    if weight < 0.5:
+        exp_avg.lerp_(grad, weight)
+    else:
+        # torch.lerp starts from the nearer end too, but signs a zero by whether an element fills a vector
+        # register.
+        coefficient = torch.tensor(weight) - 1
+        exp_avg.copy_(torch.addcmul(grad, grad - exp_avg, coefficient))
 
 
 def _joined(head: Tensor, tail: Tensor) -> Tensor:
