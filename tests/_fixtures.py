@@ -99,9 +99,7 @@ def random_checkpoint(
     All tensors are slices of one block of normal noise (standard deviation 0.02). Returns the config.
     """
     element = torch.empty(0, dtype=dtype).element_size()
-    hidden = next(
-        h for h in (64, 128, 256, 512, 1024, 2048) if h == 2048 or 128 * 13 * h * h * element >= total_bytes
-    )
+    hidden = next(h for h in (64, 128, 256, 512, 1024, 2048) if h == 2048 or 128 * 13 * h * h * element >= total_bytes)
     config = transformers.LlamaConfig(
         vocab_size=1024,
         hidden_size=hidden,
@@ -143,9 +141,7 @@ def random_checkpoint(
     return config
 
 
-def _write_shard(
-    path: Path, shapes: dict[str, torch.Size], dtype: str, element: int, block: memoryview
-) -> None:
+def _write_shard(path: Path, shapes: dict[str, torch.Size], dtype: str, element: int, block: memoryview) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():

@@ -67,9 +67,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             size = os.fstat(file.fileno()).st_size
             raw = _header_bytes(file, size, path)
     except OSError as error:
-        raise UserError(
-            f"cannot read {path}: {error.strerror}; check that the file exists and its rights"
-        ) from error
+        raise UserError(f"cannot read {path}: {error.strerror}; check that the file exists and its rights") from error
     try:
         header = json.loads(raw)
         header.pop("__metadata__", None)
@@ -111,9 +109,7 @@ def _entry(path: Path, name: str, item: Mapping[str, Any], begin: int) -> Entry:
     start, end = item["data_offsets"]
     entry = Entry(path, name, item["dtype"], tuple(item["shape"]), begin + start, begin + end)
     if entry.dtype in _ITEM_BYTES and entry.numel * _ITEM_BYTES[entry.dtype] != end - start:
-        raise ValueError(
-            f"tensor {name!r}: {end - start} bytes for shape {list(entry.shape)} of {entry.dtype}"
-        )
+        raise ValueError(f"tensor {name!r}: {end - start} bytes for shape {list(entry.shape)} of {entry.dtype}")
     return entry
 
 
@@ -152,9 +148,7 @@ class BlockReader:
         while done < len(view):
             count = os.preadv(self._file.fileno(), [view[done:]], offset + done)
             if not count:
-                raise UserError(
-                    f"{self.path} became shorter while it was read; restore the file and start again"
-                )
+                raise UserError(f"{self.path} became shorter while it was read; restore the file and start again")
             done += count
         if self._checksum:
             self.crc = zlib.crc32(view, self.crc)
@@ -218,8 +212,7 @@ def as_dtype(name: str, blocks: Iterable[torch.Tensor], dtype: str) -> Iterator[
                 raise UserError(
                     f"tensor {name!r} holds values beyond the range of {dtype}; export as bfloat16 or float32"
                     if _finite(block)
-                    else f"tensor {name!r} holds NaN or infinity, so nothing was saved; go back to the last"
-                    " saved state"
+                    else f"tensor {name!r} holds NaN or infinity, so nothing was saved; go back to the last saved state"
                 )
             yield rounded
 

@@ -67,9 +67,7 @@ def build_layout(shapes: Mapping[str, tuple[int, ...]], prefix: str = "") -> Lay
     offset, placed = 0, []
     for local, shape in shapes.items():
         numel = prod(shape)
-        placed.append(
-            Parameter(name=prefix + local, local=local, shape=tuple(shape), offset=offset, numel=numel)
-        )
+        placed.append(Parameter(name=prefix + local, local=local, shape=tuple(shape), offset=offset, numel=numel))
         offset += round_up(numel, ALIGN)
     return Layout(parameters=tuple(placed), numel=round_up(max(offset, 1), PAD))
 

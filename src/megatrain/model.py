@@ -125,7 +125,9 @@ class Model:
         _log.info("device: %s", self._device.name)
         try:
             compute = self._compute_dtype(compute_dtype)
-            gradient = _DTYPES[_check_choice("compute.gradient_dtype", gradient_dtype, _DTYPES)] if gradient_dtype else compute
+            gradient = (
+                _DTYPES[_check_choice("compute.gradient_dtype", gradient_dtype, _DTYPES)] if gradient_dtype else compute
+            )
             self._kernel = kernels.load(kernel)  # type: ignore[arg-type]
             decoder = Decoder(
                 config,
@@ -158,16 +160,19 @@ class Model:
                 gradient_dtype=gradient,
                 device_memory=budget,
             )
-            self._engine = Engine(
-                self._device, self._store, templates, self._optimizer, self._kernel, options
-            )
+            self._engine = Engine(self._device, self._store, templates, self._optimizer, self._kernel, options)
         except BaseException:
             self._device.close()
             raise
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, *, progress: Progress | None = None, trust_remote_code: bool = False, **options: Any
+        cls,
+        path: str | Path,
+        *,
+        progress: Progress | None = None,
+        trust_remote_code: bool = False,
+        **options: Any,
     ) -> Self:
         """Load a Hugging Face checkpoint folder (safetensors), each tensor straight into its place.
 

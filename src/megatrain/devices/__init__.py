@@ -30,9 +30,7 @@ class Device(ABC):
     """Whether released buffers are filled with NaN, so that a late reader is noticed."""
 
     @abstractmethod
-    def submit(
-        self, ticket: Ticket, label: str, unit: str, run: Callable[[], None], waits: Sequence[Ticket]
-    ) -> None:
+    def submit(self, ticket: Ticket, label: str, unit: str, run: Callable[[], None], waits: Sequence[Ticket]) -> None:
         """Queue ``run`` on lane ``ticket[0]``. Returns at once; never blocks on the lanes."""
 
     @abstractmethod

@@ -80,9 +80,7 @@ def check_batch(batch: Mapping[str, torch.Tensor], name: str, vocab_size: int) -
     )
 
 
-def _matrix(
-    batch: Mapping[str, torch.Tensor], key: str, name: str, shape: torch.Size | None
-) -> torch.Tensor:
+def _matrix(batch: Mapping[str, torch.Tensor], key: str, name: str, shape: torch.Size | None) -> torch.Tensor:
     value = batch.get(key)
     if not isinstance(value, torch.Tensor):
         found = "missing" if value is None else type(value).__name__

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 
 _EXTENSION = "megatrain.kernels._native"
 _INTERFACE = 1
-_HOW_TO_BUILD = (
-    "install a C++17 compiler and reinstall with `pip install --force-reinstall --no-deps -v megatrain`"
-)
+_HOW_TO_BUILD = "install a C++17 compiler and reinstall with `pip install --force-reinstall --no-deps -v megatrain`"
 
 
 class NativeUnavailable(RuntimeError):
@@ -43,9 +41,7 @@ class NativeKernel:
     def __init__(self, isa: str | None = None) -> None:
         self._native = _load_extension()
         self.isa = isa or self._native.instruction_sets()[0]
-        self._threads = (
-            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        )
+        self._threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.reason = f"C++, {self.isa}, {self._threads} threads"
         _self_test(self)
 
@@ -125,16 +121,12 @@ def _load_extension() -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != _EXTENSION:
             raise
-        raise NativeUnavailable(
-            f"it was not built ({_HOW_TO_BUILD} to see the compiler's messages)"
-        ) from error
+        raise NativeUnavailable(f"it was not built ({_HOW_TO_BUILD} to see the compiler's messages)") from error
     except ImportError as error:
         raise NativeUnavailable(f"it failed to load: {error} ({_HOW_TO_BUILD})") from error
     found = getattr(extension, "INTERFACE", None)
     if found != _INTERFACE:
-        raise NativeUnavailable(
-            f"it is of another version: interface {found}, not {_INTERFACE} ({_HOW_TO_BUILD})"
-        )
+        raise NativeUnavailable(f"it is of another version: interface {found}, not {_INTERFACE} ({_HOW_TO_BUILD})")
     atexit.register(extension.shutdown)
     return extension
 

@@ -28,15 +28,13 @@ class StreamedLinear(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.gradient is None:
             return nn.functional.linear(hidden, self.weight)
-        result: torch.Tensor = _SummedLinear.apply(hidden, self.weight, self.gradient)
+        result: torch.Tensor = _SummedLinear.apply(hidden, self.weight, self.gradient)  # type: ignore[no-untyped-call]
         return result
 
 
 class _SummedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         # Saved on the context, not by save_for_backward: forward and backward run in one operation on one slot.
         ctx.hidden, ctx.weight, ctx.gradient = hidden, weight, gradient
         return nn.functional.linear(hidden, weight)

@@ -120,6 +120,7 @@ class Decoder:
         base.layers = nn.ModuleList(_Stub(layer, self._calls) for layer in layers)
         base.norm = nn.Identity()
         setattr(causal, prefix, _ChunkBase(norm))
+        self._linear_name = ""
         self._linear = self._stream_output(causal)
         for module in (base, causal, *self._templates.values()):
             move_buffers(module, device)
@@ -143,17 +144,13 @@ class Decoder:
             raise self._unsupported("its layers take other arguments that depend on parameters")
         return hidden, calls
 
-    def layer(
-        self, unit: Unit, weights: Weights, hidden: torch.Tensor, arguments: Arguments
-    ) -> torch.Tensor:
+    def layer(self, unit: Unit, weights: Weights, hidden: torch.Tensor, arguments: Arguments) -> torch.Tensor:
         """Output of one layer ``[batch, tokens, width]``."""
         output = functional_call(self._templates[unit.structure], dict(weights), (hidden,), arguments)
         result: torch.Tensor = output[0] if isinstance(output, tuple) else output
         return result
 
-    def logits(
-        self, weights: Weights, hidden: torch.Tensor, head_gradient: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def logits(self, weights: Weights, hidden: torch.Tensor, head_gradient: torch.Tensor | None = None) -> torch.Tensor:
         """Logits ``[n, vocab]`` of hidden states ``[n, width]``: final norm, head, and what the model adds.
 
         With ``head_gradient`` the backward adds the output matrix's gradient to it, and autograd sees none.
@@ -207,9 +204,7 @@ class Decoder:
             return None
         streamed = StreamedLinear(output.weight)
         causal.set_output_embeddings(streamed)
-        self._linear_name = next(
-            name + ".weight" for name, module in causal.named_modules() if module is streamed
-        )
+        self._linear_name = next(name + ".weight" for name, module in causal.named_modules() if module is streamed)
         return streamed
 
     def _require(self, part: Any, what: str) -> Any:
