@@ -86,8 +86,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     if size != end:
         raise UserError(
             f"{path} is {'truncated' if size < end else 'longer than it should be'}: its header describes"
-            f" {end} bytes,"
-            f" the file has {size}; download or copy this file again"
+            f" {end} bytes, the file has {size}; download or copy this file again"
         )
     return {entry.name: entry for entry in entries}
 
@@ -110,6 +109,8 @@ def _header_bytes(file: BinaryIO, size: int, path: Path) -> bytes:
 def _entry(path: Path, name: str, item: Mapping[str, Any], begin: int) -> Entry:
     start, end = item["data_offsets"]
     entry = Entry(path, name, item["dtype"], tuple(item["shape"]), begin + start, begin + end)
+    if not all(isinstance(size, int) and size >= 0 for size in entry.shape):
+        raise ValueError(f"tensor {name!r}: shape {list(entry.shape)}")
     if entry.dtype in _ITEM_BYTES and entry.numel * _ITEM_BYTES[entry.dtype] != end - start:
         raise ValueError(
             f"tensor {name!r}: {end - start} bytes for shape {list(entry.shape)} of {entry.dtype}"
