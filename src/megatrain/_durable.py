@@ -63,6 +63,13 @@ def temporary_of(path: Path) -> str | None:
     return match["name"] if match else None
 
 
+def remove_folder(path: Path) -> None:
+    """Remove a folder so that no half of it is ever seen under its name, whatever interrupts."""
+    doomed = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    os.replace(path, doomed)
+    shutil.rmtree(doomed)
+
+
 def remove_if_abandoned(path: Path) -> bool:
     """Remove a temporary folder whose writer is no longer alive; True if it was removed."""
     match = _TEMPORARY.fullmatch(path.name)

@@ -139,6 +139,7 @@ class BlockReader:
         self.crc = 0
         self._checksum = checksum
         self._staging = torch.empty(0, dtype=torch.uint8)
+        self._block = torch.empty(0)
 
     def __enter__(self) -> BlockReader:
         self._file = self.path.open("rb", buffering=0)
@@ -159,6 +160,10 @@ class BlockReader:
             done += count
         if self._checksum:
             self.crc = zlib.crc32(view, self.crc)
+
+    def skip(self, end: int) -> None:
+        """Pass over the bytes before ``end``, for the checksum: the header."""
+        self.read(memoryview(bytearray(end)), 0)
 
     def fill(self, entry: Entry, start: int, out: torch.Tensor) -> None:
         """``out`` (FP32, one dimension) = elements [start, start + out.numel()) of ``entry``, exactly."""
@@ -183,9 +188,10 @@ class BlockReader:
     def blocks(self, entry: Entry) -> Iterator[tuple[int, torch.Tensor]]:
         """(first element, FP32 block) over ``entry`` in order; a block is valid until the next one is
         taken."""
-        buffer = torch.empty(min(entry.numel, BLOCK_ELEMENTS))
+        if self._block.numel() < min(entry.numel, BLOCK_ELEMENTS):
+            self._block = torch.empty(min(entry.numel, BLOCK_ELEMENTS))
         for start in range(0, entry.numel, BLOCK_ELEMENTS):
-            block = buffer[: min(BLOCK_ELEMENTS, entry.numel - start)]
+            block = self._block[: min(BLOCK_ELEMENTS, entry.numel - start)]
             self.fill(entry, start, block)
             yield start, block
 

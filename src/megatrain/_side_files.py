@@ -13,6 +13,10 @@ from typing import Any
 _SUFFIXES = {".json", ".jinja", ".model", ".tiktoken", ".txt", ".py", ".bpe", ".vocab", ".codes", ".spm"}
 _LICENCES = ("licen", "notice", "copying", "use_policy")  # beginnings of lower-cased names
 _NOT_COPIED = ("readme", "config.json", "trainer_state", "adapter_config")
+_NOT_OF_THE_MODEL = {
+    "_name_or_path", "chunk_size_feed_forward", "id2label", "is_encoder_decoder", "label2id",
+    "output_attentions", "output_hidden_states", "problem_type", "return_dict",
+}  # fmt: skip  # keys of the config's base class
 _SUBFOLDER = "additional_chat_templates"
 
 _DECODER = json.JSONDecoder()
@@ -141,7 +145,8 @@ def new_config(values: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     choose a model by.
     """
     config = {**values, **_legacy_rope(values.get("rope_parameters")), "dtype": dtype, "torch_dtype": dtype}
-    config.pop("_name_or_path", None)
+    for key in _NOT_OF_THE_MODEL & config.keys():
+        del config[key]
     if not config.get("architectures"):
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -237,8 +237,8 @@ def test_side_files_are_copied_byte_for_byte(tmp_path: Path) -> None:
     copied = [
         "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "vocab.json",
         "chat_template.jinja", "added_tokens.json", "generation_config.json", "merges.txt",
-        "chat_template.json", "preprocessor_config.json", "LICENSE", "NOTICE.md", "qwen.tiktoken", "modeling_x.py",
-        "additional_chat_templates/rag.jinja",
+        "preprocessor_config.json", "LICENSE", "NOTICE.md", "qwen.tiktoken", "modeling_x.py",
+        "chat_template.json", "additional_chat_templates/rag.jinja",
     ]  # fmt: skip
     left = [
         "README.md",
