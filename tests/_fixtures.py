@@ -71,7 +71,14 @@ def tiny_model(
         with torch.no_grad():
             for parameter in model.parameters():  # norms of ones and biases of zeros would hide mistakes
                 parameter.add_(torch.randn_like(parameter), alpha=0.02)
-    return model.to(dtype).eval()
+    return round_parameters(model.eval(), dtype)
+
+
+def round_parameters(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Round the parameters alone, in place: ``model.to(dtype)`` would round the rotary frequencies too."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def tiny_checkpoint(

@@ -20,6 +20,7 @@ from megatrain.engine.operations import Run
 from megatrain.engine.template import Templates, unit_seed
 from megatrain.engine.workspace import Shape
 from megatrain.errors import LaneError, UserError
+from megatrain.export import ExportTensor, write_model
 from megatrain.losses.cross_entropy import token_losses
 from megatrain.model_files import ModelFiles
 from megatrain.models.decoder import Decoder

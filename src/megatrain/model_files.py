@@ -96,7 +96,9 @@ class ModelFiles:
         problems = {
             "missing (the config asks for them)": [name for name in expected if name not in set(here)],
             "unexpected (the config knows no such parameter)": [
-                name for name in self._entries if name not in expected and name not in tied and not pattern.search(name)
+                name
+                for name in self._entries
+                if name not in expected and name not in tied and not pattern.search(name)
             ],
             "of another shape": [
                 f"{name} {list(self.shape(name))} instead of {list(expected[name])}"
@@ -168,8 +170,7 @@ def _read_entries(folder: Path) -> dict[str, Entry]:
     if single.exists() and index.exists():
         raise UserError(
             f"{folder} has both {SINGLE} and {INDEX}: two sets of weights, and loaders differ in which they"
-            " take;"
-            " remove the one that is not meant"
+            " take; remove the one that is not meant"
         )
     if single.exists():
         return read_header(single)
@@ -186,8 +187,7 @@ def _read_shards(index: Path) -> dict[str, Entry]:
         count = sum(file in absent for file in weight_map.values())
         raise UserError(
             f"{folder}: {len(absent)} of {len(files)} shards that {INDEX} names are missing"
-            f" ({_some(absent)}), and"
-            f" with them {count} tensors; download those files"
+            f" ({_some(absent)}), and with them {count} tensors; download those files"
         )
     entries: dict[str, Entry] = {}
     twice, unlisted = [], []
@@ -207,7 +207,7 @@ def _read_shards(index: Path) -> dict[str, Entry]:
     found = [f"{len(names)} {what}: {_some(names)}" for what, names in problems.items() if names]
     if found:
         raise UserError(
-            f"{folder}: index and shards disagree: {'; '.join(found)}. Download the index and these shards again"
+            f"{folder}: index and shards disagree: {'; '.join(found)}. Download these files again"
         )
     return entries
 
@@ -219,7 +219,9 @@ def _weight_map(index: Path) -> dict[str, str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index} is not a readable index ({error!r}); download it again") from error
     if not sound:
-        raise UserError(f"{index}: its weight_map is empty or names files outside the folder; download it again")
+        raise UserError(
+            f"{index}: its weight_map is empty or names files outside the folder; download it again"
+        )
     return dict(weight_map)
 
 
@@ -227,11 +229,12 @@ def _no_weights(folder: Path) -> UserError:
     """Say what the folder has instead of safetensors weights, and what to do about it."""
     present = {path.name for path in folder.iterdir()}
     shards = sorted(name for name in present if name.endswith(".safetensors"))
-    pickles = sorted(name for name in present if name.endswith((".bin", ".pt", ".pth")) and "args" not in name)
+    pickles = sorted(
+        name for name in present if name.endswith((".bin", ".pt", ".pth")) and "args" not in name
+    )
     gguf = sorted(name for name in present if name.endswith(".gguf"))
     if "adapter_config.json" in present:
-        what = "an adapter (adapter_config.json), not a model; merge it into its base model with peft and"
-        " save that"
+        what = "an adapter (adapter_config.json), not a model; merge it into its base with peft and save that"
     elif shards:
         what = f"{_some(shards)}, but neither {SINGLE} nor {INDEX}; download the missing file"
     elif pickles:
@@ -242,11 +245,9 @@ def _no_weights(folder: Path) -> UserError:
         )
     elif gguf:
         what = (
-            f"{_some(gguf)}, a quantised inference format; use the original safetensors checkpoint of this"
-            " model,"
-            f" or dequantise it: from_pretrained('{folder}', gguf_file='{gguf[0]}') of transformers, then"
-            " save the"
-            " weights in a model built from its config without quantization_config"
+            f"{_some(gguf)}, an inference format; use the original safetensors checkpoint of this model, or"
+            f" dequantise it: from_pretrained('{folder}', gguf_file='{gguf[0]}') of transformers, then save"
+            " the weights in a model built from its config without quantization_config"
         )
     else:
         what = f"no weights: neither {SINGLE} nor {INDEX}; give the folder of a Hugging Face checkpoint"
