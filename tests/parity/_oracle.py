@@ -15,11 +15,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from megatrain.engine.template import unit_seed
+from megatrain.layout import Parameter
 from megatrain.losses._chunked import chunked_loss
 from megatrain.losses.cross_entropy import token_losses
 from megatrain.models._linear import StreamedLinear
 from megatrain.optimizers.adamw import decays
-from megatrain.layout import Parameter
 
 Batch = dict[str, torch.Tensor]
 

@@ -8,7 +8,7 @@ masks, embedding scales and logit caps are thus the model's own code, and no fam
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,6 +165,11 @@ class Decoder:
     def output_matrix(self) -> str | None:
         """Local name of the output matrix when its gradient can be summed in place."""
         return None if self._linear is None else self._linear_name
+
+    @property
+    def ignored_names(self) -> Sequence[str]:
+        """Patterns of tensor names in checkpoints that this family ignores."""
+        return tuple(self._causal._keys_to_ignore_on_load_unexpected or ())
 
     def train(self, mode: bool) -> None:
         """Switch dropout on or off, where the model has any."""
