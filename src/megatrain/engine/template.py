@@ -192,8 +192,8 @@ class Templates:
         first, other = flat.clone(), torch.zeros_like(flat)
         graph = self.forward(unit, {unit.name: first}, batch, hidden, context, 0, keep=True)[2]
         first.fill_(float("nan"))
-        self.backward(unit, {unit.name: flat}, batch, hidden, context, graph, hidden, other, 0, first=True)
-        if not bool(other.isfinite().all()):
+        below = self.backward(unit, {unit.name: flat}, batch, hidden, context, graph, hidden, other, 0, first=True)
+        if not all(bool(part.isfinite().all()) for part in (other, below) if part is not None):
             raise UserError(
                 f"compute.activations: keep: the backward of {unit.name} ({self.decoder.config.model_type}) reads its"
                 " weights behind autograd's back, so its activations cannot be kept while weights stream; use recompute"
