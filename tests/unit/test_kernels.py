@@ -7,7 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -92,6 +94,8 @@ def assert_same_bits(found: list[Tensor | None], expected: list[Tensor | None]) 
 def test_native_is_built_where_a_compiler_exists() -> None:
     if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
         pytest.skip("no C++ compiler here: the plain torch kernel is in use")
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        pytest.skip("no Python headers here: the plain torch kernel is in use")
     assert NATIVES, "the native kernel is not built; run `make native`"
 
 
