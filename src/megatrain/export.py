@@ -55,7 +55,7 @@ def write_model(
     tensors: Iterable[ExportTensor],
     *,
     dtype: str | None,
-    source: ModelFiles | Path | None,
+    source: ModelFiles | str | Path | None,
     config: Any,
     tied: Mapping[str, str] | None = None,
     tokenizer: Any = None,
@@ -106,7 +106,7 @@ def check_export(
     shapes: Mapping[str, tuple[int, ...]],
     *,
     dtype: str | None,
-    source: ModelFiles | Path | None,
+    source: ModelFiles | str | Path | None,
     config: Any,
     tied: Mapping[str, str] | None = None,
     tokenizer: Any = None,
@@ -137,7 +137,7 @@ def _require(folder: Path, plan: _Plan) -> None:
 def _plan(
     tensors: Iterable[ExportTensor],
     dtype: str | None,
-    source: ModelFiles | Path | None,
+    source: ModelFiles | str | Path | None,
     config: Any,
     tied: Mapping[str, str],
     max_shard_bytes: int,
@@ -146,7 +146,7 @@ def _plan(
         raise UserError(
             f"export dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}, or none for the source's"
         )
-    files = ModelFiles(source) if isinstance(source, Path) else source
+    files = ModelFiles(source) if isinstance(source, (str, Path)) else source
     common = DTYPES[dtype] if dtype else files.dtype_name if files else _config_dtype(config)
     out = list(_out_tensors({tensor.name: tensor for tensor in tensors}, files, dtype, common, tied))
     return _Plan(

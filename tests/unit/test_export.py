@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from _exports import export, export_tensors, logits, reload
+from _exports import export, export_files, export_tensors, logits, reload
 from _fixtures import (
     FAMILIES,
     peak_rss,
@@ -298,22 +298,18 @@ def test_a_source_that_vanished_costs_its_side_files_only(tmp_path: Path) -> Non
     assert torch.equal(logits(reload(tmp_path / "x")), logits(model))
 
 
-def _export_random(source: Path, target: Path, dtype: str) -> None:
-    files = ModelFiles(source)
-    tensors = [
-        ExportTensor(
-            name, files.shape(name), lambda name=name: (block for _, block in files.read_blocks(name))
-        )
-        for name in files.names
-    ]
-    write_model(
-        target, tensors, dtype=dtype, source=files, config=json.loads((source / "config.json").read_text())
-    )
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_export_needs_a_few_blocks_whatever_the_size(tmp_path: Path, dtype: str) -> None:
     random_checkpoint(tmp_path / "source", 200_000_000, shards=2)
-    memory = peak_rss(_export_random, tmp_path / "source", tmp_path / "target", dtype)
+    memory = peak_rss(export_files, tmp_path / "source", tmp_path / "target", dtype)
     assert ModelFiles(tmp_path / "target").nbytes > 190e6
     assert memory.peak - memory.before < 80e6
+
+
+def test_config_says_what_was_written_even_if_the_source_did_not(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    model = tiny_checkpoint(source, "tiny")
+    text = (source / "config.json").read_text()
+    (source / "config.json").write_text(text.replace('"dtype": "float32"', '"dtype": "bfloat16"'))
+    export(model, tmp_path / "x", source)
+    assert (tmp_path / "x" / "config.json").read_text() == text
