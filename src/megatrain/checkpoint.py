@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -69,8 +69,7 @@ class StateStore(Protocol):
         """Set master elements from ``start`` on; the block is reused afterwards."""
 
     def moment(self, parameter: str, kind: str) -> torch.Tensor | None:
-        """The FP32 moment in place, ``kind`` one of ``exp_avg`` and ``exp_avg_sq``; None for a frozen
-        parameter."""
+        """The FP32 moment in place, ``kind`` ``exp_avg`` or ``exp_avg_sq``; None if frozen."""
 
     def step_count(self, unit: str) -> int: ...
 
@@ -87,8 +86,8 @@ def save_state(
 ) -> None:
     """Save ``store`` and ``meta`` as ``folder``; it appears when it is complete and flushed, or not at all.
 
-    ``meta`` holds what JSON can, and uint8 tensors (the states of random generators). A broken or unfinished
-    folder of that name is replaced; a complete one is never touched.
+    ``meta`` holds what JSON can, and uint8 tensors (the states of random generators). A save of that name
+    that cannot be loaded is set aside (``.broken-<pid>``); a complete one is never touched.
 
     Raises UserError when the folder holds something else or a complete state, the disk is too small or fails,
     and when a master or moment is not finite: then the previous states stay as they are and no new one is
@@ -124,7 +123,7 @@ def save_state(
         }
         (temporary / _STATE).write_text(json.dumps(state, default=_encode, indent=1), encoding="utf-8")
         if broken:
-            shutil.rmtree(folder)
+            os.replace(folder, folder.with_name(f"{folder.name}.broken-{os.getpid()}"))
 
 
 def _planned(store: StateStore) -> Iterator[tuple[str, list[OutTensor]]]:

@@ -96,7 +96,10 @@ def write_model(
             weight_map = {tensor.name: file for file, shard in plan.shards.items() for tensor in shard}
             index = {"metadata": {"total_size": plan.nbytes}, "weight_map": weight_map}
             (temporary / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        problems = write_side_files(temporary, plan.source, config, plan.dtype, tokenizer)
+        try:
+            problems = write_side_files(temporary, plan.source, config, plan.dtype, tokenizer)
+        except Exception as error:  # whatever is wrong with them, the weights are worth more
+            problems = [f"its other files are incomplete: {error!r}"]
     if problems:
         raise UserError(f"the weights are saved in {folder}, but {'; '.join(problems)}")
 

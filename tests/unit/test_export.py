@@ -281,7 +281,7 @@ def test_trial_save_leaves_nothing_and_finds_what_would_fail(tmp_path: Path) -> 
     shapes = {t.name: t.shape for t in export_tensors(model)}
     check_export(tmp_path / "x", shapes, dtype=None, source=source, config=model.config)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
-    (source / "config.json").write_text("{")
+    (source / "config.json").write_text("[]")
     with pytest.raises(UserError, match=r"trial save.*config\.json was made anew"):
         check_export(tmp_path / "x", shapes, dtype=None, source=source, config=model.config)
     with pytest.raises(UserError, match="not an empty folder"):
