@@ -32,11 +32,17 @@ from megatrain._durable import (
     require_space,
     temporary_of,
 )
-from megatrain._safetensors import BlockReader, Entry, OutTensor, as_dtype, read_header, write_file
+from megatrain._safetensors import (
+    BlockReader,
+    Entry,
+    OutTensor,
+    Progress,
+    as_dtype,
+    byte_counter,
+    read_header,
+    write_file,
+)
 from megatrain.errors import UserError
-
-Progress = Callable[[str, int, int], None]
-"""``progress(phase, done_bytes, total_bytes)``."""
 
 _FORMAT = "megatrain-training-state"
 _VERSION = 1
@@ -101,14 +107,7 @@ def save_state(
     if not broken:
         require_empty(folder)
     require_space(folder, total + _SMALL_FILES)
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        if progress is not None:
-            progress("save", done, total)
-
+    advance = byte_counter("save", total, progress)
     with durable_folder(folder) as temporary:
         written = {}
         for name, tensors in files.items():
@@ -158,8 +157,7 @@ def load_state(folder: str | Path, store: StateStore, progress: Progress | None 
     folder = Path(folder).expanduser()
     state, entries = _opened(folder)
     steps = _checked_against(store, state, entries, folder)
-    total = sum(entry.end - entry.start for entry in entries)
-    done = 0
+    advance = byte_counter("load", sum(entry.end - entry.start for entry in entries), progress)
     for path in dict.fromkeys(entry.path for entry in entries):
         with BlockReader(path, checksum=True) as reader:
             mine = [entry for entry in entries if entry.path == path]
@@ -167,9 +165,7 @@ def load_state(folder: str | Path, store: StateStore, progress: Progress | None 
             for entry in mine:
                 for start, block in reader.blocks(entry):
                     _put(store, entry, start, block)
-                    done += block.numel() * 4
-                    if progress is not None:
-                        progress("load", done, total)
+                    advance(block.numel() * 4)
         if reader.crc != state["files"][path.name]["crc32"]:
             raise UserError(
                 f"{path} is damaged: its checksum is not that of {_STATE}. The state in memory is partly"

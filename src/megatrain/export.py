@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatrain._durable import durable_folder, require_empty, require_space, scratch_folder
-from megatrain._safetensors import OutTensor, as_dtype, write_file
+from megatrain._safetensors import OutTensor, Progress, as_dtype, byte_counter, write_file
 from megatrain._side_files import write_side_files
 from megatrain.errors import UserError
 from megatrain.model_files import INDEX, SINGLE, ModelFiles
@@ -28,9 +28,6 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 MAX_SHARD_BYTES = 5_000_000_000
 
 _SMALL_FILES = 64 << 20  # room for tokenizer, config and headers in the check of free space
-
-Progress = Callable[[str, int, int], None]
-"""``progress(phase, done_bytes, total_bytes)``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +78,7 @@ def write_model(
     folder = _target(folder)
     plan = _plan(tensors, dtype, source, config, tied or {}, max_shard_bytes)
     _require(folder, plan)
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        if progress is not None:
-            progress("export", done, plan.nbytes)
-
+    advance = byte_counter("export", plan.nbytes, progress)
     with durable_folder(folder) as temporary:
         for file, shard in plan.shards.items():
             write_file(temporary / file, shard, metadata or {"format": "pt"}, advance)
