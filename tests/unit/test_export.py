@@ -237,6 +237,11 @@ def test_config_keeps_every_other_byte() -> None:
     assert edited == expected
 
 
+def test_a_repeated_key_is_edited_where_parsers_read_it() -> None:
+    text = '{"dtype": "float16", "dtype": "bfloat16"}'
+    assert edited_config(text, {}, "float32") == '{"dtype": "float16", "dtype": "float32"}'
+
+
 def test_side_files_are_copied_byte_for_byte(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     model = tiny_checkpoint(source, "tiny", dtype=torch.bfloat16)
