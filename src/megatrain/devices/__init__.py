@@ -1,0 +1,97 @@
+"""What a lane is: the contract that the engine knows instead of CUDA.
+
+A device runs operations on named lanes. Operations of one lane run in the order of submission; an operation starts
+when the tickets it waits for are complete. One file per device, found by its name.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from megatrain.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+LANES = ("h2d", "compute", "d2h", "optimizer")
+
+Ticket = tuple[str, int]
+
+
+class Device(ABC):
+    """Lanes and memory of one device. Final classes only: nothing concrete is overridden."""
+
+    name: str
+    torch_device: torch.device
+    poisons: bool
+    """Whether released buffers are filled with NaN, so that a late reader is noticed."""
+
+    @abstractmethod
+    def submit(
+        self, ticket: Ticket, label: str, unit: str, run: Callable[[], None], waits: Sequence[Ticket]
+    ) -> None:
+        """Queue ``run`` on lane ``ticket[0]``. Returns at once; never blocks on the lanes."""
+
+    @abstractmethod
+    def wait(self, ticket: Ticket) -> None:
+        """Block until the operation is complete, its results visible to the host.
+
+        Raises `LaneError` when any lane has failed; no operation starts after a failure.
+        """
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Block until every lane is empty. Raises like `wait`."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Drop what is queued; operations already running complete."""
+
+    @abstractmethod
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy between host and device inside a copy lane; asynchronous where the device can."""
+
+    @abstractmethod
+    def register(self, memory: torch.Tensor) -> None:
+        """Make host memory (uint8, page-aligned) fast to copy from and to. May fall back, with one warning."""
+
+    @abstractmethod
+    def unregister(self, memory: torch.Tensor) -> None:
+        """Undo `register` before the memory is freed."""
+
+    @abstractmethod
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Raise `UserError` when the device cannot compute in ``dtype``: the one place that answers this."""
+
+    @abstractmethod
+    def limit(self, nbytes: int | None) -> None:
+        """Cap what this process may take of the device, where the device can enforce it."""
+
+    @abstractmethod
+    def workspace(self, run: Callable[[], object]) -> int:
+        """Peak bytes of device memory that ``run`` takes while it runs, beyond what is allocated before."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End threads and free what the device holds. Idempotent."""
+
+
+def open_device(name: str) -> Device:
+    """The device ``auto``, ``cuda``, ``cpu`` or ``sim``; raises `UserError` when it does not exist here."""
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("placement.device: cuda: no CUDA device is visible; use device=cpu, or check the driver")
+    try:
+        module = import_module(f"megatrain.devices.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"megatrain.devices.{name}":
+            raise
+        raise UserError(f"placement.device: {name!r} is unknown; choose auto, cuda, cpu or sim") from None
+    device: Device = module.open()
+    return device

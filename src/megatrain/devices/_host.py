@@ -1,0 +1,35 @@
+"""Memory of devices whose memory is the host's: what `cpu` and `sim` share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from megatrain.devices import Device
+from megatrain.devices._measure import count_peak
+
+
+class HostMemoryDevice(Device):
+    """Copies are plain, nothing needs registering, and the engine's own accounting is the limit."""
+
+    torch_device = torch.device("cpu")
+    poisons = True
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def register(self, memory: torch.Tensor) -> None:
+        """Nothing to do."""
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        """Nothing to do."""
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Every dtype works."""
+
+    def limit(self, nbytes: int | None) -> None:
+        """Nothing to do."""
+
+    def workspace(self, run: Callable[[], object]) -> int:
+        return count_peak(run)

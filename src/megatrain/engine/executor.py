@@ -1,0 +1,162 @@
+"""Runs programs: allocates what they name, checks memory before the first operation, hands each to its lane."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from megatrain.devices import Device, Ticket
+from megatrain.engine.batches import HostBatch
+from megatrain.engine.buffers import DeviceMemory, Handles, Table, over_budget
+from megatrain.engine.operations import Operations, Run
+from megatrain.engine.program import Buffer, Builder, Op, Policy, UnitSpec
+from megatrain.engine.schedule import WaitTracker
+from megatrain.engine.template import Templates
+from megatrain.engine.workspace import Need, Shape, Workspaces, planned_peak
+from megatrain.kernels import Kernel
+from megatrain.optimizers import Optimizer
+from megatrain.store import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """How the engine runs; the meaning of a step does not depend on any of it."""
+
+    slots: int
+    keep_activations: bool
+    compute_dtype: torch.dtype
+    gradient_dtype: torch.dtype
+    device_memory: int | None
+
+
+class Engine:
+    """One model's lanes, buffers and programs."""
+
+    def __init__(
+        self,
+        device: Device,
+        store: Store,
+        templates: Templates,
+        optimizer: Optimizer,
+        kernel: Kernel,
+        options: EngineOptions,
+    ) -> None:
+        self._device, self._store, self._options = device, store, options
+        self._units = templates.decoder.units
+        self.memory = DeviceMemory(options.device_memory)
+        device.limit(options.device_memory)
+        differs = options.gradient_dtype is not torch.float32
+        specs = [UnitSpec(unit.name, unit.layout.numel, unit.uses) for unit in self._units]
+        policy = Policy(keep_activations=options.keep_activations, sum_dtype_differs=differs)
+        self._builder = Builder(specs, options.slots, policy)
+        self._table = Table(self.memory, device.poisons)
+        self._tracker = WaitTracker()
+        self._operations = Operations(device, store, templates, optimizer, kernel)
+        self._allocate()
+        rings = self._builder.rings
+        self._workspaces = Workspaces(
+            device,
+            templates,
+            weights=lambda unit: self._lend(("slot", rings.ring_of[unit], 0), unit),
+            gradient=lambda unit: self._lend(
+                ("sum", rings.ring_of[unit]) if differs else ("grad", rings.ring_of[unit], 0), unit
+            ),
+        )
+
+    def train(self, run: Run) -> Ticket:
+        """Submit one training step; returns the ticket after which ``run.result`` holds its results."""
+        run.result = self._store.results(len(run.batches) + 2)
+        self._admit(run.batches, training=True)
+        return self._submit(self._builder.training_step(len(run.batches)), run, until="PUBLISH")
+
+    def score(self, run: Run) -> Ticket:
+        """Submit a forward pass; returns the ticket after which ``run.scores`` is complete."""
+        self._admit(run.batches, training=False)
+        return self._submit(self._builder.scoring(len(run.batches)), run, until="REPORT")
+
+    def admit(self, shapes: Sequence[Shape], *, training: bool) -> None:
+        """Raise `UserError` when micro-batches of these shapes cannot run within the budget."""
+        keep = self._options.keep_activations and training
+        if not all(self._workspaces.knows(shape, keep=keep) for shape in shapes):
+            self._device.drain()  # measuring borrows the buffers
+        needs = [self._workspaces.need(shape, keep=keep) for shape in shapes]
+        builder = Builder(self._builder.units, self._options.slots, self._builder.policy)
+        ops = builder.training_step(len(shapes)) if training else builder.scoring(len(shapes))
+        structure = {unit.name: unit.structure for unit in self._units}
+        peak, where = planned_peak(
+            ops,
+            self.memory.fixed.total(),
+            size=partial(_size, needs, structure),
+            workspace=lambda op: _workspace(needs, structure, op),
+        )
+        budget = self._options.device_memory
+        if budget is not None and peak > budget:
+            raise over_budget(peak, budget, where)
+        self.memory.peak = max(self.memory.peak, peak)
+
+    def forget_weights(self) -> None:
+        """Weights on the host have changed outside a program: what the slots hold is out of date."""
+        self._builder.rings.forget([unit.name for unit in self._units])
+
+    def close(self) -> None:
+        """Drop every buffer."""
+        self._table.clear()
+
+    def _admit(self, batches: Sequence[HostBatch], *, training: bool) -> None:
+        self.admit([Shape.of(batch) for batch in batches], training=training)
+
+    def _submit(self, ops: Sequence[Op], run: Run, until: str) -> Ticket:
+        last: Ticket | None = None
+        for op in ops:
+            ticket, waits = self._tracker.add(op)
+            self._device.submit(ticket, str(op), op.unit, partial(self._perform, op, run), waits)
+            if op.kind == until:
+                last = ticket
+        assert last is not None
+        return last
+
+    def _perform(self, op: Op, run: Run) -> None:
+        self._operations.perform(op, Handles(self._table, op), run)
+        for buffer in op.releases:
+            self._table.release(buffer)
+
+    def _allocate(self) -> None:
+        """Slots and gradient buffers on the device; weights, gradients on the host."""
+        rings, where = self._builder.rings, self._device.torch_device
+        compute, gradient = self._options.compute_dtype, self._options.gradient_dtype
+
+        def fix(name: Buffer, label: str, numel: int, dtype: torch.dtype) -> None:
+            self._table.fix(name, self.memory.allocate(label, numel, dtype, where))
+
+        for ring, numel in rings.numel.items():
+            for i in range(rings.slots[ring]):
+                fix(("slot", ring, i), "slots", numel, compute)
+            for i in range(rings.buffers[ring]):
+                fix(("grad", ring, i), "gradients", numel, gradient)
+            if self._builder.policy.sum_dtype_differs:
+                fix(("sum", ring), "gradient sums", numel, torch.float32)
+        for unit in self._units:
+            self._table.fix(("weights", unit.name), self._store.slab(unit.name).head)
+            self._table.fix(("hostgrad", unit.name), self._store.gradient(unit.name))
+
+    def _lend(self, name: Buffer, unit: str) -> torch.Tensor:
+        buffer: torch.Tensor = self._table.get(name)
+        return buffer[: self._store.layout(unit).numel]
+
+
+def _size(needs: Sequence[Need], structure: dict[str, int], buffer: Buffer) -> int:
+    kind, micro = buffer[0], buffer[-1]
+    if kind in ("act", "dhid", "batch", "context"):
+        return needs[int(micro)].held["act" if kind == "dhid" else str(kind), -1]
+    if kind == "graph":
+        return needs[int(micro)].held["graph", structure[str(buffer[1])]]
+    return 0
+
+
+def _workspace(needs: Sequence[Need], structure: dict[str, int], op: Op) -> int:
+    if op.micro < 0 or not op.unit:
+        return 0
+    return needs[op.micro].peak[op.kind, structure[op.unit]]

@@ -1,0 +1,200 @@
+"""What each kind of operation does, once its waits are met.
+
+Every method takes the operation, handles on its declared buffers and what is common to the step. All run inside a
+lane: nothing here reads a device value on the host, except `update` and `report`, whose lanes are the host's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+
+import torch
+
+from megatrain.devices import Device
+from megatrain.engine.batches import HostBatch
+from megatrain.engine.buffers import Handles
+from megatrain.engine.program import Buffer, Op
+from megatrain.engine.template import Batch, Templates, norm_squared, unit_seed
+from megatrain.kernels import Kernel
+from megatrain.optimizers import Optimizer
+from megatrain.store import Store
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """What is common to the operations of one program, and where its results arrive."""
+
+    batches: Sequence[HostBatch]
+    training: bool
+    step: int = 0
+    seed: int = 0
+    lr: float = 0.0
+    max_grad_norm: float | None = None
+    result: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    """Host FP64: loss of each micro-batch (a sum of token losses), then gradient norm, then clip factor."""
+    scores: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Target tokens of all micro-batches."""
+        return sum(batch.targets.numel() for batch in self.batches)
+
+
+class Operations:
+    """The implementations, by kind."""
+
+    def __init__(
+        self, device: Device, store: Store, templates: Templates, optimizer: Optimizer, kernel: Kernel
+    ) -> None:
+        self._device, self._store, self._templates = device, store, templates
+        self._optimizer, self._kernel = optimizer, kernel
+        self._units = {unit.name: unit for unit in templates.decoder.units}
+        self._index = {unit.name: i for i, unit in enumerate(templates.decoder.units)}
+
+    def perform(self, op: Op, handles: Handles, run: Run) -> None:
+        """Run one operation."""
+        getattr(self, op.kind.lower())(op, handles, run)
+
+    def input(self, op: Op, handles: Handles, run: Run) -> None:
+        """Copy a micro-batch to the device. On the compute lane: a few KB, and so their memory has one lane."""
+        source, where = run.batches[op.micro], self._device.torch_device
+        positions = source.position_ids
+        handles.put(
+            ("batch", op.micro),
+            Batch(
+                source.input_ids.to(where, non_blocking=True),
+                None if positions is None else positions.to(where, non_blocking=True),
+                source.index.to(where, non_blocking=True),
+                source.targets.to(where, non_blocking=True),
+            ),
+        )
+
+    def fetch(self, op: Op, handles: Handles, run: Run) -> None:
+        """Copy a unit's weights into a slot."""
+        head = handles.read(("weights", op.unit))
+        self._device.copy(handles.target(op.writes[0])[: head.numel()], head)
+
+    def forward(self, op: Op, handles: Handles, run: Run) -> None:
+        """One unit, one micro-batch; only the output is kept, or with it the graph."""
+        unit, m = self._units[op.unit], op.micro
+        first = self._index[op.unit] == 0
+        keep = ("graph", op.unit, m) in op.writes
+        self._templates.decoder.train(run.training)
+        output, context, graph = self._templates.forward(
+            unit,
+            self._slots(op.weights, handles),
+            handles.read(("batch", m)),
+            None if first else handles.read(("act", op.unit, m)),
+            None if first else handles.read(("context", m)),
+            self._seed(op, run),
+            keep=keep,
+        )
+        if first:
+            handles.put(("context", m), context)
+        if keep:
+            handles.put(("graph", op.unit, m), graph)
+        handles.put(next(buffer for buffer in op.writes if buffer[0] == "act"), output)
+
+    def loss(self, op: Op, handles: Handles, run: Run) -> None:
+        """Loss of one micro-batch, gradient of its hidden states, and the head's gradients."""
+        unit, m = self._units[op.unit], op.micro
+        self._templates.decoder.train(run.training)
+        total, downstream = self._templates.loss(
+            unit,
+            self._slots(op.weights, handles),
+            handles.read(("batch", m)),
+            handles.read(("act", op.unit, m)),
+            self._slots(op.gradients, handles),
+            1.0 / run.tokens,
+            first=op.first,
+        )
+        handles.put(("loss", m), total)
+        handles.put(("dhid", m), downstream)
+        self._finish(op, handles)
+
+    def backward(self, op: Op, handles: Handles, run: Run) -> None:
+        """One unit, one micro-batch: recompute unless its graph was kept, then backward."""
+        unit, m = self._units[op.unit], op.micro
+        first_unit = self._index[op.unit] == 0
+        kept: Buffer = ("graph", op.unit, m)
+        self._templates.decoder.train(run.training)
+        (gradient,) = self._slots(op.gradients, handles).values()
+        downstream = self._templates.backward(
+            unit,
+            self._slots(op.weights, handles),
+            handles.read(("batch", m)),
+            None if first_unit else handles.read(("act", op.unit, m)),
+            handles.read(("context", m)),
+            handles.read(kept) if kept in op.reads else None,
+            handles.read(("dhid", m)),
+            gradient,
+            self._seed(op, run),
+            first=op.first,
+        )
+        if downstream is not None:
+            handles.put(("dhid", m), downstream)
+        self._finish(op, handles)
+
+    def drain(self, op: Op, handles: Handles, run: Run) -> None:
+        """Copy a unit's gradient to the host."""
+        target = handles.target(("hostgrad", op.unit))
+        self._device.copy(target, handles.read(op.reads[0])[: target.numel()])
+
+    def norm(self, op: Op, handles: Handles, run: Run) -> None:
+        """Global gradient norm and clip factor, as in ``torch.nn.utils.clip_grad_norm_``."""
+        total = torch.stack([handles.read(buffer) for buffer in op.reads]).sum().sqrt()
+        factor = torch.ones_like(total)
+        if run.max_grad_norm is not None:
+            factor = (run.max_grad_norm / (total + 1e-6)).clamp(max=1.0)
+        handles.put(("clip",), torch.stack([total, factor]))
+
+    def publish(self, op: Op, handles: Handles, run: Run) -> None:
+        """Copy losses, norm and factor to the host."""
+        for m in range(len(run.batches)):
+            self._device.copy(run.result[m], handles.read(("loss", m)))
+        self._device.copy(run.result[-2:], handles.read(("clip",)))
+        handles.put(("result",), run.result)
+
+    def update(self, op: Op, handles: Handles, run: Run) -> None:
+        """Update one unit on the host; a step with a non-finite gradient leaves everything as it was."""
+        norm, factor = handles.read(("result",))[-2:].tolist()
+        if not isfinite(norm):
+            return
+        slab = self._store.slab(op.unit)
+        gradient = handles.read(("hostgrad", op.unit))
+        self._optimizer.update(self._kernel, slab, gradient, lr=run.lr, scale=factor)
+
+    def score(self, op: Op, handles: Handles, run: Run) -> None:
+        """Log-probabilities of one micro-batch's targets."""
+        unit, m = self._units[op.unit], op.micro
+        self._templates.decoder.train(run.training)
+        slots = self._slots(op.weights, handles)
+        batch, hidden = handles.read(("batch", m)), handles.read(("act", op.unit, m))
+        handles.put(("loss", m), self._templates.score(unit, slots, batch, hidden))
+
+    def report(self, op: Op, handles: Handles, run: Run) -> None:
+        """Copy log-probabilities to the host."""
+        run.scores[op.micro] = handles.read(("loss", op.micro)).cpu()
+        handles.put(("scores", op.micro), run.scores[op.micro])
+
+    def _slots(self, names: dict[str, Buffer], handles: Handles) -> dict[str, torch.Tensor]:
+        layouts = {unit: self._units[unit].layout.numel for unit in names}
+        return {unit: handles.read(buffer)[: layouts[unit]] for unit, buffer in names.items()}
+
+    def _finish(self, op: Op, handles: Handles) -> None:
+        """After a unit's last micro-batch: round its sum to the dtype that leaves, and take the norm of that."""
+        if not op.last or op.finished is None:
+            return
+        layout = self._units[op.unit].layout
+        finished = handles.target(op.finished)[: layout.numel]
+        total = op.gradients[op.unit]
+        if total != op.finished:
+            finished.copy_(handles.read(total)[: layout.numel])
+        handles.put(("norm", op.unit), norm_squared(finished))
+
+    def _seed(self, op: Op, run: Run) -> int | None:
+        if not (run.training and self._templates.decoder.dropout):
+            return None
+        return unit_seed(run.seed, run.step, op.micro, self._index[op.unit])

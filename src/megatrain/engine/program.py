@@ -1,0 +1,325 @@
+"""The step as a list of operations, each naming its lane and the buffers it reads and writes.
+
+Nothing here waits or copies: `schedule` derives the waits from these declarations, `executor` runs them.
+
+Buffers are named by tuples:
+
+==========================  =============================================================================
+``("weights", unit)``       the unit's host weights (the heads of the masters)
+``("state", unit)``         the rest of its training state: tails and moments
+``("slot", ring, i)``       device buffer with one unit's weights
+``("sum", ring)``           device FP32 sum of gradients, where they leave in another dtype
+``("grad", ring, i)``       device buffer with one unit's finished gradient, ready to leave
+``("hostgrad", unit)``      the gradient on the host
+``("batch", m)``            token ids, targets and positions of micro-batch m on the device
+``("context", m)``          what the model's prologue hands to every layer: positions, rotary pairs, masks
+``("act", unit, m)``        the unit's input (boundary activation)
+``("graph", unit, m)``      the unit's autograd graph, when activations are kept
+``("dhid", m)``             gradient with respect to the current unit's output
+``("loss", m)``             sum of token losses
+``("norm", unit)``          sum of squares of the unit's gradient
+``("clip",)``               gradient norm and clip factor on the device
+``("result",)``             losses, norm and factor on the host
+``("scores", m)``           log-probabilities of the targets, on the host
+==========================  =============================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from megatrain.layout import size_classes
+
+Buffer = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSpec:
+    """What the builder needs to know of a unit."""
+
+    name: str
+    numel: int
+    uses: tuple[str, ...] = ()
+    """Units whose weights it reads besides its own (a tied head reads the embedding's)."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Op:
+    """One operation. ``releases`` names buffers whose content nobody reads after it."""
+
+    kind: str
+    lane: str
+    unit: str = ""
+    micro: int = -1
+    reads: tuple[Buffer, ...] = ()
+    writes: tuple[Buffer, ...] = ()
+    releases: tuple[Buffer, ...] = ()
+    weights: dict[str, Buffer] = field(default_factory=dict)
+    """Slot of each unit whose weights the operation uses."""
+    gradients: dict[str, Buffer] = field(default_factory=dict)
+    """Where each unit's gradient is summed."""
+    finished: Buffer | None = None
+    """Where the last operation of a unit leaves its rounded gradient."""
+    first: bool = True
+    """The first operation of the step to add to its gradient buffers: it overwrites them."""
+    last: bool = True
+    """The last one: it rounds the sum and takes its norm."""
+
+    def __str__(self) -> str:
+        micro = f" micro-batch {self.micro}" if self.micro >= 0 else ""
+        return f"{self.kind} {self.unit}{micro}".strip()
+
+
+class Rings:
+    """Which slot holds which unit, from step to step, and which gradient buffer is whose.
+
+    Units of similar size share a ring. The vocabulary units (first and last) never share one with the layers: a tied
+    gradient stays in its buffer while every layer's passes by.
+    """
+
+    def __init__(self, units: Sequence[UnitSpec], slots: int) -> None:
+        edges = {units[0].name: units[0].numel, units[-1].name: units[-1].numel}
+        layers = {unit.name: unit.numel for unit in units if unit.name not in edges}
+        self.ring_of: dict[str, str] = {}
+        self.numel: dict[str, int] = {}
+        self.slots: dict[str, int] = {}
+        self.buffers: dict[str, int] = {}
+        for family, sizes in (("edge", edges), ("layer", layers)):
+            for name, numel in size_classes(sizes).items():
+                ring = f"{family}{numel}"
+                self.ring_of[name], self.numel[ring] = ring, numel
+        for ring in self.numel:
+            members = sum(1 for other in self.ring_of.values() if other == ring)
+            # Two uses far apart gain nothing from a second slot; with a slot for every unit, all stay.
+            alone = members <= 2 and slots < len(units)
+            self.slots[ring] = 1 if alone else min(slots, members)
+            self.buffers[ring] = 1 if members <= 2 else min(slots, 2)
+        self._content: dict[Buffer, str | None] = {
+            ("slot", ring, i): None for ring, count in self.slots.items() for i in range(count)
+        }
+        self._used: dict[Buffer, int] = dict.fromkeys(self._content, 0)
+        self._clock = 0
+        self._next: dict[str, int] = dict.fromkeys(self.numel, 0)
+
+    def slot(self, unit: str) -> tuple[Buffer, bool]:
+        """The unit's slot and whether it must be fetched; evicts the least recently used one of its ring."""
+        self._clock += 1
+        candidates = [slot for slot in self._content if slot[1] == self.ring_of[unit]]
+        held = next((slot for slot in candidates if self._content[slot] == unit), None)
+        chosen = held or min(candidates, key=lambda slot: self._used[slot])
+        self._used[chosen], self._content[chosen] = self._clock, unit
+        return chosen, held is None
+
+    def gradient(self, unit: str) -> Buffer:
+        """The next gradient buffer of the unit's ring, in turn."""
+        ring = self.ring_of[unit]
+        self._next[ring] += 1
+        return ("grad", ring, self._next[ring] % self.buffers[ring])
+
+    def forget(self, units: Iterable[str]) -> list[Buffer]:
+        """Mark the units' weights in slots as out of date; returns those slots."""
+        stale = set(units)
+        dropped = [slot for slot, unit in self._content.items() if unit in stale]
+        self._content.update(dict.fromkeys(dropped))
+        return dropped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What varies between programs of one model."""
+
+    keep_activations: bool = False
+    sum_dtype_differs: bool = False
+    """Gradients leave in a dtype other than FP32, so sums need a buffer of their own."""
+
+
+class Builder:
+    """Writes programs for one model. Its rings persist, so a unit that is still in a slot is not fetched again."""
+
+    def __init__(self, units: Sequence[UnitSpec], slots: int, policy: Policy) -> None:
+        self.units = list(units)
+        self.rings = Rings(units, slots)
+        self.policy = policy
+        self._ops: list[Op] = []
+
+    def training_step(self, micros: int) -> list[Op]:
+        """Forward, loss and backward through all units, layer-major, then norm, and updates in forward order."""
+        self._ops = []
+        self._forward(micros, keep=self.policy.keep_activations)
+        self._loss(micros)
+        for unit in reversed(self.units[:-1]):
+            self._backward(unit, micros)
+        names = [unit.name for unit in self.units]
+        losses: tuple[Buffer, ...] = tuple(("loss", m) for m in range(micros))
+        norms: tuple[Buffer, ...] = tuple(("norm", name) for name in names)
+        self._add(Op(kind="NORM", lane="compute", reads=norms, writes=(("clip",),)))
+        self._add(Op(kind="PUBLISH", lane="d2h", reads=(("clip",), *losses), writes=(("result",),)))
+        for name in names:
+            self._add(
+                Op(
+                    kind="UPDATE",
+                    lane="optimizer",
+                    unit=name,
+                    reads=(("hostgrad", name), ("result",)),
+                    writes=(("weights", name), ("state", name)),
+                )
+            )
+        self._release_stale(self.rings.forget(names))
+        return self._ops
+
+    def scoring(self, micros: int) -> list[Op]:
+        """The forward half: log-probabilities of the targets of each micro-batch, copied to the host."""
+        self._ops = []
+        self._forward(micros, keep=False)
+        head = self.units[-1]
+        slots = self._weights(head)
+        for m in range(micros):
+            act: Buffer = ("act", head.name, m)
+            self._add(
+                Op(
+                    kind="SCORE",
+                    lane="compute",
+                    unit=head.name,
+                    micro=m,
+                    weights=slots,
+                    reads=(*slots.values(), act, ("batch", m)),
+                    writes=(("loss", m),),
+                    releases=(act, ("batch", m)),
+                )
+            )
+            self._add(
+                Op(kind="REPORT", lane="d2h", micro=m, reads=(("loss", m),), writes=(("scores", m),))
+            )
+        return self._ops
+
+    def _add(self, op: Op) -> None:
+        self._ops.append(op)
+
+    def _weights(self, unit: UnitSpec) -> dict[str, Buffer]:
+        """Slots that hold the weights a unit uses, with a FETCH for each that is not there."""
+        slots = {}
+        for name in (unit.name, *unit.uses):
+            slot, missing = self.rings.slot(name)
+            if missing:
+                self._release_stale([slot])
+                fetch = Op(kind="FETCH", lane="h2d", unit=name, reads=(("weights", name),), writes=(slot,))
+                self._add(fetch)
+            slots[name] = slot
+        return slots
+
+    def _release_stale(self, slots: Iterable[Buffer]) -> None:
+        """Let the last reader of each slot in this program release it."""
+        for slot in slots:
+            for op in reversed(self._ops):
+                if slot in op.reads:
+                    op.releases = (*op.releases, slot)
+                    break
+                if slot in op.writes:
+                    break
+
+    def _forward(self, micros: int, *, keep: bool) -> None:
+        for m in range(micros):
+            self._add(Op(kind="INPUT", lane="compute", micro=m, writes=(("batch", m),)))
+        for index, unit in enumerate(self.units[:-1]):
+            slots = self._weights(unit)
+            for m in range(micros):
+                reads: tuple[Buffer, ...] = (*slots.values(), ("batch", m))
+                writes: tuple[Buffer, ...] = (("act", self.units[index + 1].name, m),)
+                if index == 0:
+                    writes = (*writes, ("context", m))
+                else:
+                    reads = (*reads, ("context", m), ("act", unit.name, m))
+                if keep:
+                    writes = (*writes, ("graph", unit.name, m))
+                self._add(
+                    Op(
+                        kind="FORWARD",
+                        lane="compute",
+                        unit=unit.name,
+                        micro=m,
+                        weights=slots,
+                        reads=reads,
+                        writes=writes,
+                    )
+                )
+
+    def _sum_buffer(self, unit: str, finished: Buffer, *, several: bool) -> Buffer:
+        if several and self.policy.sum_dtype_differs:
+            return ("sum", self.rings.ring_of[unit])
+        return finished
+
+    def _loss(self, micros: int) -> None:
+        head = self.units[-1]
+        slots = self._weights(head)
+        self._finished = {name: self.rings.gradient(name) for name in (head.name, *head.uses)}
+        # A chunked loss adds to its gradients chunk by chunk, so it always sums.
+        sums = {name: self._sum_buffer(name, grad, several=True) for name, grad in self._finished.items()}
+        own = self._finished[head.name]
+        for m in range(micros):
+            last = m == micros - 1
+            act: Buffer = ("act", head.name, m)
+            finish: tuple[Buffer, ...] = (own, ("norm", head.name)) if last else ()
+            self._add(
+                Op(
+                    kind="LOSS",
+                    lane="compute",
+                    unit=head.name,
+                    micro=m,
+                    weights=slots,
+                    gradients=sums,
+                    finished=own,
+                    first=m == 0,
+                    last=last,
+                    reads=(*slots.values(), act, ("batch", m)),
+                    writes=_unique(*sums.values(), *finish, ("dhid", m), ("loss", m)),
+                    releases=(act,),
+                )
+            )
+        self._drain(head.name, own)
+
+    def _backward(self, unit: UnitSpec, micros: int) -> None:
+        slots = self._weights(unit)
+        started = unit.name in self.units[-1].uses
+        finished = self._finished[unit.name] if started else self.rings.gradient(unit.name)
+        target = self._sum_buffer(unit.name, finished, several=started or micros > 1)
+        first_unit = unit is self.units[0]
+        for m in range(micros):
+            last = m == micros - 1
+            kept: tuple[Buffer, ...] = (("graph", unit.name, m),) if self.policy.keep_activations else ()
+            act: tuple[Buffer, ...] = () if first_unit else (("act", unit.name, m),)
+            finish: tuple[Buffer, ...] = (finished, ("norm", unit.name)) if last else ()
+            done: tuple[Buffer, ...] = (("batch", m), ("context", m), ("dhid", m)) if first_unit else ()
+            self._add(
+                Op(
+                    kind="BACKWARD",
+                    lane="compute",
+                    unit=unit.name,
+                    micro=m,
+                    weights=slots,
+                    gradients={unit.name: target},
+                    finished=finished,
+                    first=m == 0 and not started,
+                    last=last,
+                    reads=(*slots.values(), ("batch", m), ("context", m), *act, *kept, ("dhid", m)),
+                    writes=_unique(target, *finish, *(() if first_unit else (("dhid", m),))),
+                    releases=(*act, *kept, *done),
+                )
+            )
+        self._drain(unit.name, finished)
+
+    def _drain(self, unit: str, finished: Buffer) -> None:
+        self._add(
+            Op(
+                kind="DRAIN",
+                lane="d2h",
+                unit=unit,
+                reads=(finished,),
+                writes=(("hostgrad", unit),),
+                releases=(finished,),
+            )
+        )
+
+
+def _unique(*buffers: Buffer) -> tuple[Buffer, ...]:
+    return tuple(dict.fromkeys(buffers))

@@ -1,0 +1,258 @@
+"""Forward and backward of one unit as functions of the buffers that hold its weights.
+
+Weights are bound as views of a slot for the length of a call. Gradients are taken with respect to the per-parameter
+views and added to the layout's views of a gradient buffer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatrain.layout import Layout, gaps
+from megatrain.losses import TokenLoss
+from megatrain.losses._chunked import chunked_log_probs, chunked_loss
+from megatrain.models.decoder import EMBEDDING, Arguments, Decoder, Unit, tensors_in
+
+Slots = Mapping[str, torch.Tensor]
+"""Unit name -> flat buffer ``[unit numel or more]`` with its weights (or its gradient)."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """One micro-batch on the device. ``index [n]`` says which of the ``batch * tokens`` rows predict ``targets [n]``."""
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor | None
+    index: torch.Tensor
+    targets: torch.Tensor
+
+
+@dataclass(slots=True)
+class Graph:
+    """A unit's forward kept for its backward. Saved weights are noted as places in a unit, not as memory."""
+
+    hidden: torch.Tensor | None
+    parameters: list[torch.Tensor]
+    output: torch.Tensor
+    slots: dict[str, torch.Tensor] = field(default_factory=dict)
+    nbytes: int = 0
+    """Bytes of saved tensors that are neither weights, nor the input, nor the layers' common arguments."""
+
+
+def unit_seed(seed: int, step: int, micro: int, unit: int) -> int:
+    """Seed of the random numbers that one unit draws for one micro-batch of one step; the same on recompute."""
+    digest = hashlib.blake2b(f"{seed} {step} {micro} {unit}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@contextmanager
+def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Draw from ``seed`` inside the block and leave the process's generators as they were; ``None``: no effect."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+def views(layout: Layout, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Local parameter name -> view of ``flat`` in the parameter's shape."""
+    return {p.local: flat[p.offset : p.end].view(p.shape) for p in layout.parameters}
+
+
+def norm_squared(flat: torch.Tensor) -> torch.Tensor:
+    """FP64 sum of squares of a flat buffer, in pieces so that no copy of it is made."""
+    squares = [torch.linalg.vector_norm(p, dtype=torch.float64) ** 2 for p in flat.split(1 << 22)]
+    return torch.stack(squares).sum()
+
+
+class Templates:
+    """Binds weights to a decoder's modules and runs them, one unit at a time."""
+
+    def __init__(
+        self, decoder: Decoder, token_loss: TokenLoss, device: torch.device, chunk_tokens: int
+    ) -> None:
+        self.decoder, self._token_loss, self._device = decoder, token_loss, device
+        self.chunk_tokens = chunk_tokens
+        self._units = {unit.name: unit for unit in decoder.units}
+
+    def forward(
+        self,
+        unit: Unit,
+        slots: Slots,
+        batch: Batch,
+        hidden: torch.Tensor | None,
+        context: list[Arguments] | None,
+        seed: int | None,
+        *,
+        keep: bool,
+    ) -> tuple[torch.Tensor, list[Arguments], Graph | None]:
+        """Output of the embedding or of a layer, the layers' arguments, and with ``keep`` the autograd graph."""
+        if not keep:
+            with torch.no_grad(), seeded(seed, self._device):
+                output, context = self._run(unit, self._bind(unit, slots), batch, hidden, context)
+            return output, context, None
+        weights = self._bind(unit, slots, grad=True)
+        graph = Graph(None, list(weights.values()), output=torch.empty(0))
+        graph.hidden = None if hidden is None else hidden.detach().requires_grad_()
+        shared = tensors_in([hidden, context, batch.input_ids, batch.position_ids])
+        with torch.enable_grad(), seeded(seed, self._device), _saved_by_place(slots, graph, shared):
+            graph.output, context = self._run(unit, weights, batch, graph.hidden, context)
+        return graph.output.detach(), context, graph
+
+    def backward(
+        self,
+        unit: Unit,
+        slots: Slots,
+        batch: Batch,
+        hidden: torch.Tensor | None,
+        context: list[Arguments],
+        graph: Graph | None,
+        upstream: torch.Tensor,
+        gradient: torch.Tensor,
+        seed: int | None,
+        *,
+        first: bool,
+    ) -> torch.Tensor | None:
+        """Add the unit's gradient to ``gradient``; returns the gradient of its input (none for the embedding)."""
+        if graph is None:
+            weights = self._bind(unit, slots, grad=True)
+            with torch.enable_grad(), seeded(seed, self._device):
+                source = None if hidden is None else hidden.detach().requires_grad_()
+                output, _ = self._run(unit, weights, batch, source, context)
+            graph = Graph(source, list(weights.values()), output)
+        graph.slots = dict(slots)
+        inputs = ([] if graph.hidden is None else [graph.hidden]) + graph.parameters
+        grads = torch.autograd.grad(graph.output, inputs, upstream, allow_unused=True)
+        downstream = None if graph.hidden is None else grads[0]
+        _add(unit.layout, gradient, grads[-len(graph.parameters) :], first=first)
+        return downstream
+
+    def loss(
+        self,
+        unit: Unit,
+        slots: Slots,
+        batch: Batch,
+        hidden: torch.Tensor,
+        gradients: dict[str, torch.Tensor],
+        scale: float,
+        *,
+        first: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """FP64 sum of token losses and the gradient of ``hidden``; adds the head's gradients to ``gradients``."""
+        if first:
+            for flat in gradients.values():
+                flat.zero_()
+        weights = self._bind(unit, slots, grad=True)
+        targets = self._bind(unit, gradients)
+        in_place = self.decoder.output_matrix
+        head_gradient = None if in_place is None else targets[in_place]
+
+        def add(grads: Sequence[torch.Tensor | None]) -> None:
+            for target, grad in zip(targets.values(), grads, strict=True):
+                if grad is not None:
+                    target += grad
+
+        total, downstream = chunked_loss(
+            lambda chunk: self.decoder.logits(weights, chunk, head_gradient),
+            self._token_loss,
+            hidden.reshape(-1, hidden.shape[-1]),
+            batch.index,
+            batch.targets,
+            scale=scale,
+            chunk_tokens=self.chunk_tokens,
+            parameters=list(weights.values()),
+            add_gradients=add,
+        )
+        return total, downstream.view(hidden.shape)
+
+    def score(self, unit: Unit, slots: Slots, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
+        """FP32 log-probabilities ``[n]`` of the micro-batch's targets."""
+        weights = self._bind(unit, slots)
+        with torch.no_grad():
+            return chunked_log_probs(
+                lambda chunk: self.decoder.logits(weights, chunk),
+                self._token_loss,
+                hidden.reshape(-1, hidden.shape[-1]),
+                batch.index,
+                batch.targets,
+                chunk_tokens=self.chunk_tokens,
+            )
+
+    def _run(
+        self,
+        unit: Unit,
+        weights: Mapping[str, torch.Tensor],
+        batch: Batch,
+        hidden: torch.Tensor | None,
+        context: list[Arguments] | None,
+    ) -> tuple[torch.Tensor, list[Arguments]]:
+        if unit.name == EMBEDDING:
+            return self.decoder.prologue(weights, batch.input_ids, batch.position_ids)
+        assert hidden is not None and context is not None
+        arguments = context[self.decoder.units.index(unit) - 1]
+        return self.decoder.layer(unit, weights, hidden, arguments), context
+
+    def _bind(self, unit: Unit, slots: Slots, *, grad: bool = False) -> dict[str, torch.Tensor]:
+        weights = views(unit.layout, slots[unit.name])
+        for alias, owner, name in unit.aliases:
+            place = self._units[owner].layout[name]
+            weights[alias] = slots[owner][place.offset : place.end].view(place.shape)
+        if grad:
+            return {name: view.detach().requires_grad_() for name, view in weights.items()}
+        return weights
+
+
+def _add(
+    layout: Layout, flat: torch.Tensor, grads: Sequence[torch.Tensor | None], *, first: bool
+) -> None:
+    """Write or add gradients, in the layout's order, into a flat buffer. A parameter without one gets zeros."""
+    if first:
+        for start, end in gaps(layout):
+            flat[start:end].zero_()
+    for target, grad in zip(views(layout, flat).values(), grads, strict=True):
+        if first and grad is None:
+            target.zero_()
+        elif first:
+            target.copy_(grad)
+        elif grad is not None:
+            target += grad
+
+
+@contextmanager
+def _saved_by_place(slots: Slots, graph: Graph, shared: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Save weights as (unit, place), so that backward reads them from whichever slot holds the unit by then.
+
+    A slot is recycled between forward and backward, and PyTorch does not notice: version counters miss writes
+    through views.
+    """
+    storages = {flat.untyped_storage().data_ptr(): unit for unit, flat in slots.items()}
+    starts = {unit: flat.storage_offset() for unit, flat in slots.items()}
+    counted = {tensor.untyped_storage().data_ptr() for tensor in shared}
+
+    def pack(tensor: torch.Tensor) -> Any:
+        storage = tensor.untyped_storage()
+        unit = storages.get(storage.data_ptr())
+        if unit is None:
+            if storage.data_ptr() not in counted:
+                counted.add(storage.data_ptr())
+                graph.nbytes += storage.nbytes()
+            return tensor
+        return unit, tensor.size(), tensor.stride(), tensor.storage_offset() - starts[unit]
+
+    def unpack(saved: Any) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        unit, size, stride, offset = saved
+        flat = graph.slots[unit]
+        return flat.as_strided(size, stride, flat.storage_offset() + offset)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield

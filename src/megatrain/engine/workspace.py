@@ -1,0 +1,159 @@
+"""What an operation takes of the device while it runs: measured once for each kind of unit and shape.
+
+Autograd decides what it saves and kernels what they need, so this part of memory is not planned by arithmetic but
+by running the unit once, before the first step, on whatever its buffers hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatrain.devices import Device
+from megatrain.engine.batches import HostBatch
+from megatrain.engine.buffers import _nbytes
+from megatrain.engine.program import Buffer, Op
+from megatrain.engine.template import Batch, Slots, Templates
+from megatrain.models.decoder import EMBEDDING, HEAD, Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a micro-batch: rows, tokens a row, and whether positions are given (packed rows)."""
+
+    rows: int
+    tokens: int
+    packed: bool
+
+    @staticmethod
+    def of(batch: HostBatch) -> Shape:
+        """The shape of a micro-batch."""
+        return Shape(*batch.shape, packed=batch.position_ids is not None)
+
+    def covers(self, other: Shape) -> bool:
+        """Whether a batch of ``other`` needs no more memory than one of this shape."""
+        return self.rows >= other.rows and self.tokens >= other.tokens and self.packed >= other.packed
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes for one shape: ``peak[kind, structure]`` while an operation runs, ``held[buffer kind, structure]``
+    after it."""
+
+    peak: dict[tuple[str, int], int]
+    held: dict[tuple[str, int], int]
+
+
+class Workspaces:
+    """Measures and remembers needs."""
+
+    def __init__(
+        self,
+        device: Device,
+        templates: Templates,
+        weights: Callable[[str], torch.Tensor],
+        gradient: Callable[[str], torch.Tensor],
+    ) -> None:
+        """``weights(unit)`` lends a flat buffer to read as weights, ``gradient(unit)`` one to write to."""
+        self._device, self._templates = device, templates
+        self._weights, self._gradient = weights, gradient
+        self._known: dict[tuple[Shape, bool], Need] = {}
+
+    def knows(self, shape: Shape, *, keep: bool) -> bool:
+        """Whether `need` answers without measuring."""
+        return any(known == keep and other.covers(shape) for other, known in self._known)
+
+    def need(self, shape: Shape, *, keep: bool) -> Need:
+        """Need of the smallest known shape that covers this one; measures it when there is none."""
+        covering = [k for k in self._known if k[1] == keep and k[0].covers(shape)]
+        if covering:
+            return self._known[min(covering, key=lambda k: k[0].rows * k[0].tokens)]
+        measured = self._measure(shape, keep=keep)
+        self._known[shape, keep] = measured
+        return measured
+
+    def _measure(self, shape: Shape, *, keep: bool) -> Need:
+        decoder, peak, held = self._templates.decoder, dict[tuple[str, int], int](), dict[tuple[str, int], int]()
+        units = {unit.structure: unit for unit in reversed(decoder.units)}
+        batch = self._example(shape)
+        held["batch", -1] = _nbytes([batch.input_ids, batch.position_ids, batch.index, batch.targets])
+        embedding, head = decoder.units[0], decoder.units[-1]
+        hidden, context, _ = self._forward(embedding, batch, None, None, keep=False)
+        held["context", -1] = _nbytes(context)
+        held["act", -1] = _nbytes(hidden)
+        seed = 0 if decoder.dropout else None
+        for structure, unit in units.items():
+            if unit.name == HEAD:
+                continue
+            source = None if unit.name == EMBEDDING else hidden
+            slots = self._slots(unit)
+
+            def forward(unit: Unit = unit, source: torch.Tensor | None = source) -> object:
+                return self._forward(unit, batch, source, context, keep=keep)
+
+            peak["FORWARD", structure] = self._device.workspace(forward)
+            graph = self._forward(unit, batch, source, context, keep=True)[2] if keep else None
+            held["graph", structure] = graph.nbytes if graph is not None else 0
+            gradient = self._gradient(unit.name)
+
+            def backward(unit: Unit = unit, slots: Slots = slots, source: torch.Tensor | None = source) -> object:
+                return self._templates.backward(
+                    unit, slots, batch, source, context, graph, hidden, gradient, seed, first=True
+                )
+
+            peak["BACKWARD", structure] = self._device.workspace(backward)
+            del graph
+        slots = self._slots(head)
+        gradients = {name: self._gradient(name) for name in slots}
+        peak["LOSS", head.structure] = self._device.workspace(
+            lambda: self._templates.loss(head, slots, batch, hidden, gradients, 1.0, first=True)
+        )
+        peak["SCORE", head.structure] = self._device.workspace(
+            lambda: self._templates.score(head, slots, batch, hidden)
+        )
+        return Need(peak, held)
+
+    def _forward(
+        self, unit: Unit, batch: Batch, hidden: torch.Tensor | None, context: object, *, keep: bool
+    ) -> tuple[torch.Tensor, list[dict[str, object]], object]:
+        seed = 0 if self._templates.decoder.dropout else None
+        return self._templates.forward(unit, self._slots(unit), batch, hidden, context, seed, keep=keep)
+
+    def _slots(self, unit: Unit) -> dict[str, torch.Tensor]:
+        return {name: self._weights(name) for name in (unit.name, *unit.uses)}
+
+    def _example(self, shape: Shape) -> Batch:
+        """A batch of the shape in which every token has a target."""
+        where = self._device.torch_device
+        tokens = shape.rows * shape.tokens
+        ids = torch.zeros(shape.rows, shape.tokens, dtype=torch.int64, device=where)
+        positions = torch.arange(shape.tokens, device=where).expand(shape.rows, -1) % max(1, shape.tokens // 2)
+        rows = torch.arange(tokens, device=where)
+        return Batch(ids, positions.contiguous() if shape.packed else None, rows, torch.zeros_like(rows))
+
+
+def planned_peak(
+    ops: Sequence[Op], fixed: int, size: Callable[[Buffer], int], workspace: Callable[[Op], int]
+) -> tuple[int, str]:
+    """Peak device bytes of a program and the operation at which it is reached.
+
+    ``fixed`` bytes are always held; ``size`` gives the bytes of a buffer that comes and goes, ``workspace`` what an
+    operation takes while it runs.
+    """
+    live: dict[Buffer, int] = {}
+    peak, where = fixed, "slots and gradient buffers"
+    held = 0
+    for op in ops:
+        if op.lane != "compute":
+            continue
+        total = fixed + held + workspace(op)
+        if total > peak:
+            peak, where = total, str(op)
+        for buffer in op.writes:
+            held += size(buffer) - live.get(buffer, 0)
+            live[buffer] = size(buffer)
+        for buffer in op.releases:
+            held -= live.pop(buffer, 0)
+    return peak, where

@@ -1,0 +1,181 @@
+"""The C++ kernel: one pass over the unit with AVX-512, AVX2 or plain C++, on every core the process may use.
+
+Needs neither torch nor OpenMP. The compiled module takes addresses: types, lengths and strides are checked
+here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from megatrain.kernels._adamw import adamw_scalars, common_length, dtype_name
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    Buffer = Tensor | np.ndarray[Any, Any]
+
+_EXTENSION = "megatrain.kernels._native"
+_INTERFACE = 1
+_HOW_TO_BUILD = (
+    "install a C++17 compiler and reinstall with `pip install --force-reinstall --no-deps -v megatrain`"
+)
+
+
+class NativeUnavailable(RuntimeError):
+    """The compiled module is missing or does not work; the message says why and what to do."""
+
+
+class NativeKernel:
+    """C++ with explicit SIMD; see ``megatrain.kernels.Kernel``. Thread-safe; concurrent calls take turns.
+
+    ``isa`` is one of ``instruction_sets()``, by default the widest. Raises NativeUnavailable.
+    """
+
+    name = "native"
+
+    def __init__(self, isa: str | None = None) -> None:
+        self._native = _load_extension()
+        self.isa = isa or self._native.instruction_sets()[0]
+        self._threads = (
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        )
+        self.reason = f"C++, {self.isa}, {self._threads} threads"
+        _self_test(self)
+
+    @property
+    def threads(self) -> int:
+        return self._threads
+
+    def set_threads(self, count: int) -> None:
+        if count < 1:
+            raise ValueError(f"threads must be at least 1, got {count}")
+        self._threads = count
+
+    def instruction_sets(self) -> list[str]:
+        """Those that this processor runs, widest first."""
+        return list(self._native.instruction_sets())
+
+    def last_thread_ids(self) -> list[int]:
+        """Operating system ids of the threads that worked in the last call of this process."""
+        return list(self._native.last_thread_ids())
+
+    def adamw(
+        self,
+        head: Buffer,
+        tail: Buffer | None,
+        exp_avg: Buffer,
+        exp_avg_sq: Buffer,
+        grad: Buffer,
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        step: int,
+        grad_scale: float = 1.0,
+    ) -> None:
+        scalars = adamw_scalars(
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            eps=eps,
+            weight_decay=weight_decay,
+            step=step,
+            grad_scale=grad_scale,
+        )
+        buffers = {"head": head, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "grad": grad}
+        if tail is not None:
+            buffers["tail"] = tail
+        self._native.adamw(
+            self.isa,
+            self._threads,
+            common_length(**buffers),
+            _address("head", head, "float32" if tail is None else "bfloat16"),
+            0 if tail is None else _address("tail", tail, "int16"),
+            _address("exp_avg", exp_avg, "float32"),
+            _address("exp_avg_sq", exp_avg_sq, "float32"),
+            _address("grad", grad, "bfloat16", "float32"),
+            dtype_name("grad", grad, "bfloat16", "float32") == "bfloat16",
+            *scalars,
+        )
+
+    def split(self, master: Buffer, head: Buffer, tail: Buffer) -> None:
+        length = common_length(master=master, head=head, tail=tail)
+        addresses = _split_addresses(master, head, tail)
+        self._native.split(self.isa, self._threads, length, *addresses)
+
+    def join(self, head: Buffer, tail: Buffer, master: Buffer) -> None:
+        length = common_length(head=head, tail=tail, master=master)
+        at_master, at_head, at_tail = _split_addresses(master, head, tail)
+        self._native.join(self.isa, self._threads, length, at_head, at_tail, at_master)
+
+
+@cache
+def _load_extension() -> ModuleType:
+    try:
+        extension = importlib.import_module(_EXTENSION)
+    except ModuleNotFoundError as error:
+        if error.name != _EXTENSION:
+            raise
+        raise NativeUnavailable(
+            f"it was not built ({_HOW_TO_BUILD} to see the compiler's messages)"
+        ) from error
+    except ImportError as error:
+        raise NativeUnavailable(f"it failed to load: {error} ({_HOW_TO_BUILD})") from error
+    found = getattr(extension, "INTERFACE", None)
+    if found != _INTERFACE:
+        raise NativeUnavailable(
+            f"it is of another version: interface {found}, not {_INTERFACE} ({_HOW_TO_BUILD})"
+        )
+    atexit.register(extension.shutdown)
+    return extension
+
+
+def _self_test(kernel: NativeKernel) -> None:
+    """One small step against float64: a miscompiled module is refused instead of training on nonsense."""
+    import numpy as np
+
+    count = 37  # whole vectors of every width and a rest
+    master = np.linspace(-2.0, 2.0, count, dtype=np.float32)
+    grad = np.linspace(1.0, -0.5, count, dtype=np.float32)
+    head, tail = np.empty(count, np.uint16), np.empty(count, np.int16)
+    exp_avg, exp_avg_sq = np.zeros(count, np.float32), np.zeros(count, np.float32)
+    result = np.empty(count, np.float32)
+    kernel.split(master, head, tail)
+    kernel.join(head, tail, result)
+    exact = bool((result == master).all())
+    settings = {"lr": 0.125, "beta1": 0.875, "beta2": 0.75, "eps": 0.5, "weight_decay": 0.25, "step": 1}
+    kernel.adamw(head, tail, exp_avg, exp_avg_sq, grad, **settings)  # type: ignore[arg-type]
+    kernel.join(head, tail, result)
+    wide = grad.astype(np.float64)
+    expected = master * (1 - 0.125 * 0.25) - 0.125 * wide / (np.abs(wide) + 0.5)
+    if not exact or not np.allclose(result, expected, rtol=0, atol=1e-6):
+        raise NativeUnavailable(f"its self-test failed with {kernel.isa} ({_HOW_TO_BUILD})")
+
+
+def _address(name: str, buffer: Any, *allowed: str) -> int:
+    """The address of the first element, after checking type, place and contiguity."""
+    dtype_name(name, buffer, *allowed)
+    if hasattr(buffer, "data_ptr"):
+        if buffer.device.type != "cpu" or not buffer.is_contiguous():
+            raise ValueError(f"{name} must be a contiguous tensor in host memory")
+        return int(buffer.data_ptr())
+    if not (buffer.flags.c_contiguous and buffer.flags.writeable) and name != "grad":
+        raise ValueError(f"{name} must be a contiguous, writable array")
+    return int(buffer.ctypes.data)
+
+
+def _split_addresses(master: Buffer, head: Buffer, tail: Buffer) -> tuple[int, int, int]:
+    return (
+        _address("master", master, "float32"),
+        _address("head", head, "bfloat16"),
+        _address("tail", tail, "int16"),
+    )

@@ -1,0 +1,105 @@
+"""Where each parameter lies inside a unit: the only place that adds offsets up.
+
+A unit is stored as flat arrays (*sections*) of one length; a parameter occupies the same range of elements in each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+ALIGN = 64
+"""Parameters start at a multiple of this many elements: 128 bytes in BF16, 256 in FP32."""
+
+PAD = 4096
+"""Units are padded to a multiple of this many elements: whole pages in every section, and even shares for ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One parameter's place in its unit; ``offset`` and ``numel`` count elements."""
+
+    name: str
+    """Hugging Face name, unique in the model: ``model.layers.0.mlp.up_proj.weight``."""
+    local: str
+    """Name within the module that the unit is bound to: ``mlp.up_proj.weight``."""
+    shape: tuple[int, ...]
+    offset: int
+    numel: int
+
+    @property
+    def end(self) -> int:
+        """First element after the parameter."""
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Parameters of one unit in order of offset; ``numel`` includes padding."""
+
+    parameters: tuple[Parameter, ...]
+    numel: int
+
+    def __getitem__(self, name: str) -> Parameter:
+        """The parameter with Hugging Face name ``name``; ``KeyError`` when the unit has none."""
+        for parameter in self.parameters:
+            if parameter.name == name:
+                return parameter
+        raise KeyError(name)
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements that belong to parameters, padding left out."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Smallest multiple of ``multiple`` that is at least ``value``."""
+    return -(-value // multiple) * multiple
+
+
+def build_layout(shapes: Mapping[str, tuple[int, ...]], prefix: str = "") -> Layout:
+    """Lay out parameters in the given order.
+
+    ``shapes`` maps local names to shapes; ``prefix`` + local name is the Hugging Face name.
+    """
+    offset, placed = 0, []
+    for local, shape in shapes.items():
+        numel = prod(shape)
+        placed.append(
+            Parameter(name=prefix + local, local=local, shape=tuple(shape), offset=offset, numel=numel)
+        )
+        offset += round_up(numel, ALIGN)
+    return Layout(parameters=tuple(placed), numel=round_up(max(offset, 1), PAD))
+
+
+def size_classes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Group units whose sizes lie within a factor of two, so that one ring of buffers serves them.
+
+    ``sizes`` maps unit names to elements; the result maps them to the size of their class, its largest member.
+    """
+    classes: dict[str, int] = {}
+    largest = 0
+    for name, numel in sorted(sizes.items(), key=lambda item: -item[1]):
+        if largest == 0 or numel * 2 < largest:
+            largest = numel
+        classes[name] = largest
+    return classes
+
+
+def ranges(total: int, size: int) -> Iterable[tuple[int, int]]:
+    """Consecutive ``(start, end)`` pieces of at most ``size`` that cover ``range(total)``."""
+    for start in range(0, total, size):
+        yield start, min(start + size, total)
+
+
+def gaps(layout: Layout) -> Iterable[tuple[int, int]]:
+    """The ``(start, end)`` ranges of a unit that belong to no parameter."""
+    end = 0
+    for parameter in layout.parameters:
+        if parameter.offset > end:
+            yield end, parameter.offset
+        end = parameter.end
+    if end < layout.numel:
+        yield end, layout.numel

@@ -1,0 +1,461 @@
+"""The public model: training, scoring, saving. The command line uses nothing else."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from megatrain import kernels
+from megatrain.devices import Device, Ticket, open_device
+from megatrain.engine.batches import HostBatch, check_batch, check_batches
+from megatrain.engine.executor import Engine, EngineOptions
+from megatrain.engine.operations import Run
+from megatrain.engine.template import Templates, unit_seed
+from megatrain.engine.workspace import Shape
+from megatrain.errors import LaneError, UserError
+from megatrain.losses.cross_entropy import token_losses
+from megatrain.model_files import ModelFiles
+from megatrain.models.decoder import Decoder
+from megatrain.optimizers.adamw import AdamW
+from megatrain.store import Slab, Store
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from megatrain.optimizers import Optimizer
+
+_log = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]
+MicroBatch = Mapping[str, torch.Tensor]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+MAX_SKIPPED = 3
+"""Steps in a row with a non-finite gradient after which training stops."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """One optimizer step."""
+
+    loss: float
+    """Mean negative log-likelihood per target token of the step."""
+    grad_norm: float
+    """Global norm before clipping."""
+    tokens: int
+    """Target tokens of the step."""
+    skipped: bool
+    """The gradient was not finite, so nothing was updated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalResult:
+    """Mean negative log-likelihood over all target tokens of an evaluation."""
+
+    loss: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReport:
+    """Bytes in use. ``device_peak`` is what a run like this one needs as its ``device_memory``."""
+
+    device_budget: int | None
+    device_peak: int
+    host_bytes: int
+    by_label: dict[str, int]
+
+
+class Model:
+    """A Hugging Face decoder whose training state lives in host memory; see `from_pretrained` and `from_config`."""
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        *,
+        optimizer: Optimizer | None = None,
+        device: str | Device = "auto",
+        compute_dtype: str | None = None,
+        max_grad_norm: float | None = 1.0,
+        slots: int = 2,
+        device_memory: str | int | None = None,
+        host_memory: str | int | None = None,
+        activations: str = "recompute",
+        gradient_dtype: str | None = None,
+        seed: int = 0,
+        attn_implementation: str = "sdpa",
+        trust_remote_code: bool = False,
+        loss_chunk_tokens: int | None = None,
+        kernel: str = "auto",
+    ) -> None:
+        """Allocate a model whose weights are not set yet; use a classmethod instead.
+
+        ``compute_dtype`` is the dtype of weights on the device and of activations, ``"float32"`` or ``"bfloat16"``
+        (default: bfloat16 on CUDA, float32 elsewhere); masters and moments are FP32 always. ``slots`` is the number of
+        layers that the device holds at a time. ``device_memory`` and ``host_memory`` are limits such as ``"400MiB"``;
+        what does not fit raises `UserError` before anything runs. ``activations`` is ``"recompute"`` or ``"keep"``.
+        ``gradient_dtype`` is what gradients leave the device in, by default the compute dtype. ``seed`` is the seed of
+        dropout. ``loss_chunk_tokens`` bounds the tokens whose logits exist at once.
+        """
+        _check_choice("compute.activations", activations, ("recompute", "keep"))
+        if slots < 1:
+            raise UserError(f"placement.slots: {slots} is out of range; it must be at least 1")
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise UserError(
+                f"optim.max_grad_norm: {max_grad_norm} is out of range; it must be > 0, or null for no clipping"
+            )
+        self.config, self._seed = config, seed
+        self._optimizer = optimizer or AdamW()
+        self._max_grad_norm = max_grad_norm
+        self._source: Path | None = None
+        self._broken: str | None = None
+        self._closed = False
+        self._gradients_kept = False
+        self._step = self._skipped_in_a_row = 0
+        self._device = open_device(device) if isinstance(device, str) else device
+        _log.info("device: %s", self._device.name)
+        try:
+            compute = self._compute_dtype(compute_dtype)
+            gradient = _DTYPES[_check_choice("compute.gradient_dtype", gradient_dtype, _DTYPES)] if gradient_dtype else compute
+            self._kernel = kernels.load(kernel)  # type: ignore[arg-type]
+            decoder = Decoder(
+                config,
+                dtype=compute,
+                device=self._device.torch_device,
+                attn_implementation=attn_implementation,
+                trust_remote_code=trust_remote_code,
+            )
+            self._decoder = decoder
+            layouts = {unit.name: unit.layout for unit in decoder.units}
+            budget = parse_bytes("placement.device_memory", device_memory)
+            self._check_host(
+                parse_bytes("placement.host_memory", host_memory),
+                sum(Slab.nbytes(layout, compute) + layout.numel * gradient.itemsize for layout in layouts.values()),
+            )
+            self._store = Store(
+                layouts,
+                compute,
+                self._kernel,
+                self._device.register,
+                self._device.unregister,
+                gradient_dtype=gradient,
+            )
+            chunk = loss_chunk_tokens or _default_chunk(config.get_text_config().vocab_size, budget)
+            templates = Templates(decoder, token_losses, self._device.torch_device, chunk)
+            options = EngineOptions(
+                slots=slots,
+                keep_activations=activations == "keep",
+                compute_dtype=compute,
+                gradient_dtype=gradient,
+                device_memory=budget,
+            )
+            self._engine = Engine(
+                self._device, self._store, templates, self._optimizer, self._kernel, options
+            )
+        except BaseException:
+            self._device.close()
+            raise
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | Path, *, progress: Progress | None = None, trust_remote_code: bool = False, **options: Any
+    ) -> Self:
+        """Load a Hugging Face checkpoint folder (safetensors), each tensor straight into its place.
+
+        ``progress(phase, done, total)`` is called with bytes. Other options are those of the constructor. Raises
+        `UserError` when files are missing, damaged or do not fit the model.
+        """
+        from transformers import AutoConfig
+
+        folder = Path(path)
+        files = ModelFiles(folder)
+        try:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        except (ValueError, OSError, KeyError) as error:
+            raise UserError(f"model.name_or_path: {folder}/config.json cannot be read: {error}") from error
+        model = cls(config, trust_remote_code=trust_remote_code, **options)
+        try:
+            model._load(files, progress)
+        except BaseException:
+            model.close()
+            raise
+        model._source = folder
+        return model
+
+    @classmethod
+    def from_config(cls, config: PreTrainedConfig, *, seed: int = 0, **options: Any) -> Self:
+        """A model with fresh random weights, drawn unit by unit as transformers initialises this family."""
+        model = cls(config, seed=seed, **options)
+        for index, unit in enumerate(model._decoder.units):
+            for local, values in model._decoder.initial_weights(unit, unit_seed(seed, 0, -1, index)).items():
+                name = next(p.name for p in unit.layout.parameters if p.local == local)
+                model._store.load_master(name, 0, values.flatten())
+        return model
+
+    def step(
+        self, micro_batches: Sequence[MicroBatch], lr: float | None = None, keep_gradients: bool = False
+    ) -> StepResult:
+        """One optimizer step over the sum of the micro-batches' losses, divided by their target tokens.
+
+        A micro-batch is a dict of integer tensors ``[batch, tokens]``: ``input_ids``, ``labels`` (unshifted, -100
+        ignored), and optionally ``position_ids`` and ``attention_mask``. ``lr`` overrides the optimizer's.
+        Returns when the results are known; updates may still run, and everything that needs them waits for them.
+        Ctrl-C lets the step finish first; a second one drops it, and the model must be reloaded.
+        """
+        batches = self._checked(micro_batches)
+        rate = self._optimizer.base_lr if lr is None else float(lr)
+        if not (isfinite(rate) and rate >= 0):
+            raise UserError(f"lr: {rate} is out of range; it must be a finite number >= 0")
+        run = Run(
+            batches=batches,
+            training=True,
+            step=self._step,
+            seed=self._seed,
+            lr=rate,
+            max_grad_norm=self._max_grad_norm,
+        )
+        if run.tokens == 0:
+            raise UserError("micro_batches: no label is a target (all are -100), so there is nothing to train on")
+        self._gradients_kept = False
+        self._complete(lambda: self._engine.train(run))
+        *losses, norm, _ = run.result.tolist()
+        self._step += 1
+        self._gradients_kept = keep_gradients
+        skipped = not isfinite(norm)
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        if self._skipped_in_a_row >= MAX_SKIPPED:
+            raise UserError(
+                f"training: {MAX_SKIPPED} steps in a row had a non-finite gradient (loss {sum(losses) / run.tokens});"
+                " nothing was updated in them. Lower optim.lr, look at the data of these steps, or load an earlier"
+                " checkpoint"
+            )
+        return StepResult(loss=sum(losses) / run.tokens, grad_norm=norm, tokens=run.tokens, skipped=skipped)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Gradients of the last step (which had ``keep_gradients=True``) by Hugging Face name.
+
+        FP32 copies, before clipping, divided by the step's target tokens.
+        """
+        self._usable()
+        if not self._gradients_kept:
+            raise UserError("gradients(): the last step was not called with keep_gradients=True")
+        return {
+            p.name: self._store.gradient(unit)[p.offset : p.end].float().view(p.shape).clone()
+            for unit in self._store.units
+            for p in self._store.layout(unit).parameters
+        }
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """FP32 copies of all masters by Hugging Face name; a tied head is listed once, under the embedding's name."""
+        self._settle()
+        return {name: self._store.master(name) for name in self._store.parameter_names}
+
+    def evaluate(self, batches: Sequence[MicroBatch]) -> EvalResult:
+        """Loss over all target tokens of the batches; the same number however the rows are batched."""
+        total, tokens = 0.0, 0
+        for index, batch in enumerate(batches):
+            scores = self._score(batch, f"batches[{index}]")[1]
+            total -= scores.double().sum().item()
+            tokens += scores.numel()
+        if tokens == 0:
+            raise UserError("evaluate: no label is a target (all are -100), so there is nothing to evaluate")
+        return EvalResult(loss=total / tokens, tokens=tokens)
+
+    def logprobs(self, batch: MicroBatch) -> torch.Tensor:
+        """FP32 log-probability of each label given the tokens before it, ``[batch, tokens]``; 0 where ignored."""
+        checked, scores = self._score(batch, "batch")
+        result = torch.zeros(checked.input_ids.numel())
+        result[checked.source] = scores
+        return result.view(checked.input_ids.shape)
+
+    def reserve(self, rows: int, tokens: int, micro_batches: int, packed: bool = False) -> None:
+        """Raise `UserError` unless a step of ``micro_batches`` times ``[rows, tokens]`` fits; changes nothing else."""
+        self._usable()
+        self._engine.admit([Shape(rows, tokens, packed)] * micro_batches, training=True)
+
+    @property
+    def memory(self) -> MemoryReport:
+        """What is in use, and the peak that the steps so far have needed."""
+        memory = self._engine.memory
+        return MemoryReport(
+            device_budget=memory.budget,
+            device_peak=memory.peak,
+            host_bytes=self._store.nbytes,
+            by_label=dict(memory.fixed),
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        """Trained parameters; a tied matrix counts once."""
+        return sum(unit.layout.num_parameters for unit in self._decoder.units)
+
+    def save_pretrained(self, path: str | Path, dtype: str | None = None, progress: Progress | None = None) -> None:
+        """Write a Hugging Face checkpoint: the source's own files and config, the trained weights.
+
+        ``dtype`` is ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``None`` for the source's.
+        """
+        self._settle()
+        tensors = [
+            ExportTensor(name, self._store.place(name)[1].shape, lambda name=name: self._store.master_blocks(name))
+            for name in self._store.parameter_names
+        ]
+        write_model(Path(path), tensors, dtype=dtype, source=self._source, config=self.config, progress=progress)
+
+    def save_state(self, path: str | Path, extra: dict[str, Any] | None = None) -> None:
+        """Write everything that training needs to go on bitwise: masters, moments, counters and ``extra`` (JSON)."""
+        self._settle()
+        meta = {"step": self._step, "seed": self._seed, "extra": extra or {}}
+        save_state(Path(path), self._store, meta)
+
+    def load_state(self, path: str | Path) -> dict[str, Any]:
+        """Restore what `save_state` wrote, in place; returns its ``extra``."""
+        self._settle()
+        meta = load_state(Path(path), self._store)
+        self._step, self._seed = int(meta["step"]), int(meta["seed"])
+        self._engine.forget_weights()
+        extra: dict[str, Any] = meta["extra"]
+        return extra
+
+    def close(self) -> None:
+        """End threads and free pinned memory. Idempotent; a model that is closed refuses everything else."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._broken is None:
+                self._device.drain()
+        except LaneError as error:
+            _log.warning("closing after a failure: %s", error)
+        finally:
+            self._device.close()
+            self._engine.close()
+            self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _load(self, files: ModelFiles, progress: Progress | None) -> None:
+        expected = {name: self._store.place(name)[1].shape for name in self._store.parameter_names}
+        tied = {alias: owner for unit in self._decoder.units for alias, _, owner in unit.aliases}
+        files.check(expected, tied)
+        done, total = 0, sum(self._store.place(name)[1].numel for name in expected)
+        for name in expected:
+            for start, block in files.read_blocks(name):
+                self._store.load_master(name, start, block)
+                done += block.numel()
+                if progress is not None:
+                    progress("loading", done * 4, total * 4)
+
+    def _score(self, batch: MicroBatch, name: str) -> tuple[HostBatch, torch.Tensor]:
+        self._usable()
+        run = Run(batches=[check_batch(batch, name, self._vocab_size)], training=False)
+        self._complete(lambda: self._engine.score(run))
+        return run.batches[0], run.scores[0]
+
+    def _checked(self, micro_batches: Sequence[MicroBatch]) -> list[HostBatch]:
+        self._usable()
+        return check_batches(micro_batches, self._vocab_size)
+
+    @property
+    def _vocab_size(self) -> int:
+        return int(self.config.get_text_config().vocab_size)
+
+    def _complete(self, submit: Callable[[], Ticket]) -> None:
+        """Submit a program and wait for its results, through one Ctrl-C."""
+        interrupted = None
+        try:
+            try:
+                ticket = submit()
+            except UserError:
+                raise
+            except BaseException as error:
+                self._break(f"the step was interrupted while it was submitted ({type(error).__name__})")
+                raise
+            try:
+                self._device.wait(ticket)
+            except KeyboardInterrupt as first:
+                interrupted = first
+                self._device.wait(ticket)
+        except KeyboardInterrupt:
+            self._break("the step was interrupted by a second Ctrl-C and dropped")
+            raise
+        except LaneError as error:
+            self._break(str(error))
+            raise
+        if interrupted is not None:
+            raise interrupted
+
+    def _break(self, reason: str) -> None:
+        self._broken = reason
+        self._device.abort()
+
+    def _usable(self) -> None:
+        if self._closed:
+            raise UserError("this model is closed; load it again with Model.from_pretrained or Model.from_config")
+        if self._broken is not None:
+            raise UserError(
+                f"this model can no longer be used: {self._broken}. Its masters may be half updated: close it, load"
+                " the model again and load_state the last checkpoint"
+            )
+
+    def _settle(self) -> None:
+        """Wait until every update has been applied."""
+        self._usable()
+        try:
+            self._device.drain()
+        except LaneError as error:
+            self._break(str(error))
+            raise
+
+    def _compute_dtype(self, name: str | None) -> torch.dtype:
+        if name is None:
+            name = "bfloat16" if self._device.name == "cuda" else "float32"
+        dtype = _DTYPES[_check_choice("compute.dtype", name, _DTYPES)]
+        self._device.check_dtype(dtype)
+        return dtype
+
+    @staticmethod
+    def _check_host(budget: int | None, needed: int) -> None:
+        if budget is not None and needed > budget:
+            raise UserError(
+                f"placement.host_memory: {budget / 2**30:.2f} GiB is too small: masters, moments and gradients take"
+                f" {needed / 2**30:.2f} GiB ({needed} bytes); raise it, or train a smaller model"
+            )
+
+
+def parse_bytes(field: str, value: str | int | None) -> int | None:
+    """Bytes of ``"400MiB"``, ``"24GiB"``, ``"24GB"`` or a number; `UserError` names ``field``."""
+    if value is None or isinstance(value, int):
+        nbytes = value
+    else:
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", value)
+        if match is None or match[2].upper() not in _UNITS:
+            raise UserError(f"{field}: {value!r} is not a size; write it like 400MiB, 24GiB or 24GB")
+        nbytes = int(float(match[1]) * _UNITS[match[2].upper()])
+    if nbytes is not None and nbytes <= 0:
+        raise UserError(f"{field}: {value!r} is out of range; it must be positive")
+    return nbytes
+
+
+def _check_choice(field: str, value: str, choices: Sequence[str] | Mapping[str, Any]) -> str:
+    if value not in choices:
+        raise UserError(f"{field}: {value!r} is unknown; choose {' or '.join(choices)}")
+    return value
+
+
+def _default_chunk(vocab_size: int, device_memory: int | None) -> int:
+    """Tokens whose logits, at some 16 bytes a vocabulary entry, take an eighth of the budget (at most 4 GiB)."""
+    share = min(4 << 30, (device_memory or 32 << 30) // 8)
+    return max(16, min(8192, share // (16 * vocab_size)))

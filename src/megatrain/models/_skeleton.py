@@ -1,0 +1,92 @@
+"""A transformers model whose parameters have shapes but no storage, while its buffers are real.
+
+Non-persistent buffers (rotary frequencies, embedding scales) are in no checkpoint: the model's own constructor computes
+them, so they must not be on the meta device when it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from megatrain.errors import UserError
+
+
+def build_skeleton(
+    config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str, trust_remote_code: bool
+) -> PreTrainedModel:
+    """The causal language model of ``config`` with parameters on meta and buffers on the CPU.
+
+    Raises `UserError` when transformers has no such model or refuses the config.
+    """
+    with _parameters_on_meta():
+        try:
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+            )
+        except (ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
+            raise UserError(
+                f"model: transformers cannot build model type {config.model_type!r} as a causal language model:"
+                f" {error}"
+            ) from error
+    model.config.use_cache = False
+    return model
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param.device.type != "meta":
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move buffers to ``device`` and leave parameters alone."""
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = buffer.to(device)
+
+
+def structure_key(module: nn.Module) -> tuple[Any, ...]:
+    """What two layers must share to be computed by one template: classes, shapes, plain attributes and buffers.
+
+    ``layer_idx`` is left out: with no cache nothing reads it.
+    """
+    plain = (bool, int, float, str, type(None), tuple, torch.dtype)
+    key: list[Any] = []
+    for name, part in module.named_modules():
+        attributes = sorted(
+            (attribute, repr(value))
+            for attribute, value in vars(part).items()
+            if isinstance(value, plain) and not attribute.startswith("_") and attribute != "layer_idx"
+        )
+        shapes = [(k, tuple(p.shape)) for k, p in part._parameters.items() if p is not None]
+        buffers = [(k, tuple(b.flatten().tolist())) for k, b in part._buffers.items() if b is not None]
+        key.append((name, type(part).__qualname__, tuple(attributes), tuple(shapes), tuple(buffers)))
+    return tuple(key)
+
+
+def has_dropout(module: nn.Module) -> bool:
+    """Whether a forward in training mode draws random numbers, by any attribute named for dropout."""
+    for part in module.modules():
+        if isinstance(part, nn.Dropout) and part.p > 0:
+            return True
+        for attribute, value in vars(part).items():
+            if "dropout" in attribute and isinstance(value, float) and value > 0:
+                return True
+    return False

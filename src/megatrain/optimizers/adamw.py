@@ -1,0 +1,93 @@
+"""AdamW with decoupled weight decay (Loshchilov and Hutter 2019, arXiv 1711.05101), in FP32 on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import isfinite
+from typing import TYPE_CHECKING
+
+from megatrain.errors import UserError
+from megatrain.layout import Layout, Parameter
+from megatrain.optimizers import Optimizer
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatrain.kernels import Kernel
+    from megatrain.store import Slab
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamW(Optimizer):
+    """Hyperparameters as in `torch.optim.AdamW`; the update equals its fused one.
+
+    Decay leaves out names ending in ``bias``, norm weights, and parameters with fewer than two dimensions.
+    """
+
+    lr: float = 1e-5
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their ranges."""
+        for name, value, ok in (
+            ("lr", self.lr, self.lr >= 0),
+            ("betas", self.betas, len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)),
+            ("eps", self.eps, self.eps > 0),
+            ("weight_decay", self.weight_decay, self.weight_decay >= 0),
+        ):
+            finite = all(isfinite(v) for v in (value if isinstance(value, tuple) else (value,)))
+            if not (ok and finite):
+                limits = {"lr": ">= 0", "betas": "two numbers in [0, 1)", "eps": "> 0", "weight_decay": ">= 0"}
+                raise UserError(f"optim.{name}: {value} is out of range; it must be {limits[name]}")
+
+    @property
+    def base_lr(self) -> float:
+        return self.lr
+
+    def update(self, kernel: Kernel, slab: Slab, gradient: torch.Tensor, *, lr: float, scale: float) -> None:
+        step = slab.steps + 1
+        for start, end, decayed in decay_runs(slab.layout):
+            piece = slice(start, end)
+            kernel.adamw(
+                slab.head[piece],
+                None if slab.tail is None else slab.tail[piece],
+                slab.exp_avg[piece],
+                slab.exp_avg_sq[piece],
+                gradient[piece],
+                lr=lr,
+                beta1=self.betas[0],
+                beta2=self.betas[1],
+                eps=self.eps,
+                weight_decay=self.weight_decay if decayed else 0.0,
+                step=step,
+                grad_scale=scale,
+            )
+        slab.steps = step
+
+
+def decays(parameter: Parameter) -> bool:
+    """Whether weight decay applies to a parameter, by its name and shape."""
+    *owners, kind = parameter.name.split(".")
+    is_norm = bool(owners) and "norm" in owners[-1].lower()
+    return len(parameter.shape) >= 2 and not kind.endswith("bias") and not is_norm
+
+
+def decay_runs(layout: Layout) -> Iterator[tuple[int, int, bool]]:
+    """``(start, end, decayed)`` ranges of elements: neighbours with the same rule are updated in one pass.
+
+    A run spans the padding between its parameters, where gradient and state are zero and stay so.
+    """
+    run: tuple[int, int, bool] | None = None
+    for parameter in layout.parameters:
+        rule = decays(parameter)
+        if run is not None and run[2] == rule:
+            run = (run[0], parameter.end, rule)
+        else:
+            if run is not None:
+                yield run
+            run = (parameter.offset, parameter.end, rule)
+    if run is not None:
+        yield run

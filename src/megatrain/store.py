@@ -1,0 +1,208 @@
+"""Host memory as the home of parameters and optimizer states.
+
+A *slab* holds one unit's training state as flat sections: ``head`` (BF16, the array that streams to the device),
+``tail`` (int16; head and tail join to the exact FP32 master), ``exp_avg`` and ``exp_avg_sq`` (FP32): 12 bytes a
+parameter. With FP32 compute the head is the FP32 master itself and there is no tail.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from megatrain.errors import UserError
+from megatrain.kernels import Kernel
+from megatrain.layout import Layout, Parameter, ranges, round_up
+
+PAGE = 4096
+HUGE_PAGE = 2 << 20
+BLOCK = 1 << 22
+"""Elements that are converted at a time: 16 MiB of FP32."""
+
+_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
+
+
+class Arena:
+    """One anonymous mapping, carved into named tensors; freed when the last of them is."""
+
+    def __init__(self, nbytes: int, label: str) -> None:
+        self.label, self.nbytes = label, round_up(max(nbytes, 1), HUGE_PAGE)
+        try:
+            mapping = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise UserError(
+                f"host memory: {label} needs {self.nbytes / 2**30:.2f} GiB and the system refused it ({error});"
+                " free memory or choose a smaller model"
+            ) from error
+        self.memory = torch.frombuffer(mapping, dtype=torch.uint8)
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._advise(_MADV_HUGEPAGE, 0, self.nbytes)
+        self._used = 0
+
+    def populate(self, threads: int) -> None:
+        """Touch every page, ``threads`` at a time: what pinning needs, and placed near the threads that touch."""
+        pieces = list(ranges(self.nbytes, 64 << 20))
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda piece: self._populate(*piece), pieces))
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The next ``numel`` elements, page-aligned and zero."""
+        nbytes = round_up(numel * dtype.itemsize, PAGE)
+        piece = self.memory[self._used : self._used + numel * dtype.itemsize].view(dtype)
+        self._used += nbytes
+        return piece
+
+    def _advise(self, advice: int, start: int, length: int) -> bool:
+        address = ctypes.c_void_p(self.memory.data_ptr() + start)
+        return bool(self._libc.madvise(address, ctypes.c_size_t(length), advice) == 0)
+
+    def _populate(self, start: int, end: int) -> None:
+        if not self._advise(_MADV_POPULATE_WRITE, start, end - start):  # before Linux 5.14
+            self.memory[start:end:PAGE] = 0
+
+
+class Slab:
+    """One unit's training state. Padding stays zero in every section."""
+
+    def __init__(self, layout: Layout, arena: Arena, compute_dtype: torch.dtype) -> None:
+        self.layout = layout
+        self.head = arena.take(layout.numel, compute_dtype)
+        split = compute_dtype is torch.bfloat16
+        self.tail = arena.take(layout.numel, torch.int16) if split else None
+        self.exp_avg = arena.take(layout.numel, torch.float32)
+        self.exp_avg_sq = arena.take(layout.numel, torch.float32)
+        self.steps = 0
+        """Updates applied so far: the step count of Adam's bias correction."""
+
+    @staticmethod
+    def nbytes(layout: Layout, compute_dtype: torch.dtype) -> int:
+        """Bytes that `Arena.take` hands out for this layout."""
+        sizes = [compute_dtype.itemsize, 4, 4] + ([2] if compute_dtype is torch.bfloat16 else [])
+        return sum(round_up(layout.numel * size, PAGE) for size in sizes)
+
+
+class Store:
+    """All slabs of a model, addressed by unit or by Hugging Face parameter name."""
+
+    def __init__(
+        self,
+        layouts: Mapping[str, Layout],
+        compute_dtype: torch.dtype,
+        kernel: Kernel,
+        register: Callable[[torch.Tensor], None],
+        unregister: Callable[[torch.Tensor], None],
+        gradient_dtype: torch.dtype,
+    ) -> None:
+        self._kernel, self._unregister = kernel, unregister
+        self._arenas: list[Arena] = []
+        self._register = register
+        self._slabs: dict[str, Slab] = {}
+        self._home: dict[str, str] = {}
+        for unit, layout in layouts.items():
+            arena = self.arena(Slab.nbytes(layout, compute_dtype), f"training state of {unit}")
+            self._slabs[unit] = Slab(layout, arena, compute_dtype)
+            for parameter in layout.parameters:
+                self._home[parameter.name] = unit
+        self._gradients: dict[str, torch.Tensor] = {}
+        for unit, layout in layouts.items():
+            arena = self.arena(layout.numel * gradient_dtype.itemsize, f"gradient of {unit}")
+            self._gradients[unit] = arena.take(layout.numel, gradient_dtype)
+        self._results = self.arena(PAGE, "results")
+
+    def arena(self, nbytes: int, label: str) -> Arena:
+        """A new arena that the device can copy from and to fast."""
+        arena = Arena(nbytes, label)
+        self._register(arena.memory)
+        self._arenas.append(arena)
+        return arena
+
+    @property
+    def units(self) -> Sequence[str]:
+        """Unit names in order."""
+        return tuple(self._slabs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arenas."""
+        return sum(arena.nbytes for arena in self._arenas)
+
+    @property
+    def parameter_names(self) -> Sequence[str]:
+        """Hugging Face names of all parameters, in order of units and offsets."""
+        return tuple(self._home)
+
+    def slab(self, unit: str) -> Slab:
+        """The slab of a unit."""
+        return self._slabs[unit]
+
+    def gradient(self, unit: str) -> torch.Tensor:
+        """The unit's flat gradient as it left the device."""
+        return self._gradients[unit]
+
+    def results(self, numel: int) -> torch.Tensor:
+        """FP64 host memory that a device copies a step's few results to; the next step overwrites it."""
+        if numel * 8 > self._results.nbytes:
+            self._results = self.arena(numel * 8, "results")
+        return self._results.memory[: numel * 8].view(torch.float64)
+
+    def layout(self, unit: str) -> Layout:
+        """The layout of a unit."""
+        return self._slabs[unit].layout
+
+    def place(self, name: str) -> tuple[Slab, Parameter]:
+        """Slab and place of a parameter; ``KeyError`` when there is none of that name."""
+        slab = self._slabs[self._home[name]]
+        return slab, slab.layout[name]
+
+    def load_master(self, name: str, start: int, block: torch.Tensor) -> None:
+        """Set elements ``start`` and following of a parameter to the FP32 values of ``block`` (1-D)."""
+        slab, parameter = self.place(name)
+        begin = parameter.offset + start
+        end = begin + block.numel()
+        if slab.tail is None:
+            slab.head[begin:end].copy_(block)
+        else:
+            self._kernel.split(block.contiguous(), slab.head[begin:end], slab.tail[begin:end])
+
+    def master_blocks(self, name: str) -> Iterator[torch.Tensor]:
+        """The parameter's FP32 master in order, in pieces of at most `BLOCK` elements."""
+        slab, parameter = self.place(name)
+        for start, end in ranges(parameter.numel, BLOCK):
+            piece = slice(parameter.offset + start, parameter.offset + end)
+            block = torch.empty(end - start, dtype=torch.float32)
+            if slab.tail is None:
+                block.copy_(slab.head[piece])
+            else:
+                self._kernel.join(slab.head[piece], slab.tail[piece], block)
+            yield block
+
+    def master(self, name: str) -> torch.Tensor:
+        """A copy of the FP32 master in its own shape."""
+        return torch.cat(list(self.master_blocks(name))).view(self.place(name)[1].shape)
+
+    def moment(self, name: str, which: str) -> torch.Tensor:
+        """The 1-D FP32 view of ``exp_avg`` or ``exp_avg_sq`` of a parameter, in place."""
+        slab, parameter = self.place(name)
+        section: torch.Tensor = getattr(slab, which)
+        return section[parameter.offset : parameter.end]
+
+    def step_count(self, unit: str) -> int:
+        """Updates applied to the unit."""
+        return self._slabs[unit].steps
+
+    def set_step_count(self, unit: str, steps: int) -> None:
+        """Restore the number of updates applied to the unit."""
+        self._slabs[unit].steps = steps
+
+    def close(self) -> None:
+        """Unregister and drop all memory."""
+        for arena in self._arenas:
+            self._unregister(arena.memory)
+        self._arenas.clear()
+        self._slabs.clear()
+        self._gradients.clear()
+        self._home.clear()
