@@ -58,7 +58,10 @@ def _backend() -> str:
 
 
 def small_tokenizer(
-    template: str | None = SMOLLM2, pad: str = "<|im_end|>", bos: str | None = "<|im_start|>", eos: str = "<|im_end|>"
+    template: str | None = SMOLLM2,
+    pad: str = "<|im_end|>",
+    bos: str | None = "<|im_start|>",
+    eos: str = "<|im_end|>",
 ) -> PreTrainedTokenizerFast:
     """320 entries: ``<|endoftext|>`` 0, ``<|im_start|>`` 1, ``<|im_end|>`` 2; by default the pad token is the end token."""
     tokenizer = PreTrainedTokenizerFast(

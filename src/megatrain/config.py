@@ -18,18 +18,19 @@ _UNITS |= {f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)} | {
 }
 
 
-def parse_bytes(value: str | int, name: str) -> int:
-    """Bytes of ``value``: an integer, or a text such as ``400MiB`` or ``24 GiB`` (KB and KiB, MB and MiB, ...).
+def parse_bytes(field_name: str, value: str | int | None) -> int | None:
+    """Bytes of ``value``: a whole number, or a text such as ``400MiB`` or ``24 GB``; None stays None.
 
-    ``name`` is the option that the error names. Raises :class:`UserError` for anything else, and for sizes
-    below one byte.
+    Raises :class:`UserError` naming ``field_name`` for anything else, and for sizes below one byte.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
-    scale = _UNITS.get(match.group(2).lower()) if match else None
-    size = int(float(match.group(1)) * scale) if match and scale else 0
+    if value is None:
+        return None
+    match = re.fullmatch(r"\s*(\d*\.?\d+)\s*([A-Za-z]*)\s*", str(value))
+    scale = _UNITS.get(match[2].lower()) if match else None
+    size = int(float(match[1]) * scale) if match and scale else 0
     if size < 1:
         raise UserError(
-            f"{name}: {value!r} is not a size\n  fix:   write it as 400MiB, 24GiB or a number of bytes"
+            f"{field_name}: {value!r} is not a size\n  fix:   write it as 400MiB, 24GiB or a number of bytes"
         )
     return size
 
@@ -166,7 +167,9 @@ class PlacementConfig:
 class ComputeConfig:
     """Precision and recompute. Masters and moments are always FP32."""
 
-    dtype: Literal["bfloat16", "float32"] = option("Number format of forward and backward.", "bfloat16")
+    dtype: Literal["bfloat16", "float32"] | None = option(
+        "Number format of forward and backward. Default: bfloat16 on a GPU, float32 on the CPU.", None
+    )
     activations: Literal["recompute", "keep"] = option(
         "Recompute each layer in backward, or keep what it saved.", "recompute"
     )

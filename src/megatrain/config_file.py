@@ -137,9 +137,7 @@ def _validated(cls: type) -> type[BaseModel]:
             plain = next((t for t in (kind, *get_args(kind)) if t in (int, float)), None)
             if f.metadata["size"]:
                 name = f.name
-                kind = Annotated[
-                    kind, AfterValidator(lambda v, n=name: v if v is None else (parse_bytes(v, n), v)[1])
-                ]
+                kind = Annotated[kind, AfterValidator(lambda v, n=name: (parse_bytes(n, v), v)[1])]
             elif plain:
                 limits = (
                     Field(allow_inf_nan=False, **f.metadata["limits"])

@@ -44,7 +44,9 @@ def verdict(machine: Machine, findings: list[Finding]) -> str:
     if blocking:
         return f"cannot train yet: see {', '.join(blocking)}"
     billions = machine.memory_free * (1 - _KEPT_FREE) / BYTES_PER_PARAMETER / 1e9
-    size = f"models up to about {billions:.1f}B parameters (free RAM at {BYTES_PER_PARAMETER} bytes a parameter)"
+    size = (
+        f"models up to about {billions:.1f}B parameters (free RAM at {BYTES_PER_PARAMETER} bytes a parameter)"
+    )
     if machine.gpus:
         return f"ready: trains {size}"
     return f"ready, on the CPU only, which is slow: {size}"
@@ -53,7 +55,9 @@ def verdict(machine: Machine, findings: list[Finding]) -> str:
 def _cores(machine: Machine) -> Finding:
     text = f"{machine.cores} of {machine.cores_present} cores allowed"
     few = machine.gpus and machine.cores < 4
-    return Finding("cores", text, "allow this process at least 4 cores: they run the optimizer" if few else "")
+    return Finding(
+        "cores", text, "allow this process at least 4 cores: they run the optimizer" if few else ""
+    )
 
 
 def _memory(machine: Machine) -> Finding:
@@ -64,7 +68,13 @@ def _memory(machine: Machine) -> Finding:
 
 def _gpu(machine: Machine) -> list[Finding]:
     if not machine.gpus:
-        return [Finding("gpu", f"none: {machine.gpu_problem}", "training runs on the CPU; for a GPU, install the NVIDIA driver")]
+        return [
+            Finding(
+                "gpu",
+                f"none: {machine.gpu_problem}",
+                "training runs on the CPU; for a GPU, install the NVIDIA driver",
+            )
+        ]
     findings = []
     for gpu in machine.gpus:
         major, minor = gpu.compute_capability
@@ -72,16 +82,22 @@ def _gpu(machine: Machine) -> list[Finding]:
             f"{gpu.name}, {gpu.memory_free / GIB:.1f} of {gpu.memory / GIB:.1f} GiB free, "
             f"compute {major}.{minor}, driver {gpu.driver}, BF16 {'yes' if major >= 8 else 'no'}"
         )
-        findings.append(Finding("gpu", text, "" if major >= 8 else "set compute.dtype=float32: this GPU has no BF16"))
+        findings.append(
+            Finding("gpu", text, "" if major >= 8 else "set compute.dtype=float32: this GPU has no BF16")
+        )
     return findings
 
 
 def _pinned(machine: Machine) -> Finding:
     if machine.wsl:
-        return Finding("pinned", "WSL pins at most half of its memory", "give WSL twice the memory that the model needs")
+        return Finding(
+            "pinned", "WSL pins at most half of its memory", "give WSL twice the memory that the model needs"
+        )
     if machine.locked_limit is None:
         return Finding("pinned", "no limit on locked memory")
-    return Finding("pinned", f"locked memory limited to {machine.locked_limit / GIB:.2f} GiB (CUDA pins beyond it)")
+    return Finding(
+        "pinned", f"locked memory limited to {machine.locked_limit / GIB:.2f} GiB (CUDA pins beyond it)"
+    )
 
 
 def _torch(machine: Machine) -> Finding:
@@ -91,7 +107,9 @@ def _torch(machine: Machine) -> Finding:
     if tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit()) < (2, 11):
         return Finding("torch", version, "pip install 'torch>=2.11'", blocks=True)
     if machine.gpus and "+cpu" in version:
-        return Finding("torch", f"{version}, built without CUDA", "install the CUDA build of torch", blocks=True)
+        return Finding(
+            "torch", f"{version}, built without CUDA", "install the CUDA build of torch", blocks=True
+        )
     return Finding("torch", version)
 
 
@@ -101,4 +119,8 @@ def _kernel() -> Finding:
     try:
         return Finding("kernel", kernels.load("native").reason)
     except UserError as e:
-        return Finding("kernel", f"plain torch, about {kernels.REFERENCE_SLOWDOWN} times slower: {e}", "see the reason above")
+        return Finding(
+            "kernel",
+            f"plain torch, about {kernels.REFERENCE_SLOWDOWN} times slower: {e}",
+            "see the reason above",
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -26,16 +25,25 @@ def find_model(name: str, revision: str | None, trust_remote_code: bool, progres
     """
     if Path(name).is_dir():
         if revision is not None:
-            raise UserError("model.revision: only a hub name has revisions\n  fix:   remove model.revision, or name a hub model")
+            raise UserError(
+                "model.revision: only a hub name has revisions\n  fix:   remove model.revision, or name a hub model"
+            )
         folder = Path(name)
     else:
-        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith((".", "/", "~")) or Path(name).exists():
+        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or _looks_local(name):
             raise UserError(
                 f"model.name_or_path: {name}: no such folder\n  fix:   check the path; a hub name has the form owner/model"
             )
         folder = _cached(name, revision) or _download(name, revision, trust_remote_code, progress)
-    check_files(folder, name, trust_remote_code)
+    check_code(folder, name, trust_remote_code)
     return folder
+
+
+def _looks_local(name: str) -> bool:
+    path = Path(name)
+    return (
+        name.startswith((".", "/", "~")) or path.exists() or (path.parent != Path() and path.parent.is_dir())
+    )
 
 
 def _cached(name: str, revision: str | None) -> Path | None:
@@ -47,7 +55,11 @@ def _cached(name: str, revision: str | None) -> Path | None:
         folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
     except LocalEntryNotFoundError:
         return None
-    complete = (folder / "config.json").is_file() and not missing_shards(folder) and any(folder.glob("*.safetensors"))
+    complete = (
+        (folder / "config.json").is_file()
+        and not missing_shards(folder)
+        and any(folder.glob("*.safetensors"))
+    )
     return folder if complete and any(folder.glob("tokenizer*")) else None
 
 
@@ -83,7 +95,9 @@ def _download(name: str, revision: str | None, trust_remote_code: bool, progress
             f"  fix:   accept them at huggingface.co/{name}, then run: hf auth login"
         ) from None
     except RevisionNotFoundError:
-        raise UserError(f"model.revision: {revision!r} is not a branch, tag or commit of {name}\n  fix:   leave it out for the main branch") from None
+        raise UserError(
+            f"model.revision: {revision!r} is not a branch, tag or commit of {name}\n  fix:   leave it out for the main branch"
+        ) from None
     except RepositoryNotFoundError as e:
         if e.response is not None and e.response.status_code == 401:
             raise UserError(
@@ -143,34 +157,23 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"model.name_or_path: {file}: no such file\n  fix:   name a folder that holds a whole model") from None
+        raise UserError(
+            f"model.name_or_path: {file}: no such file\n  fix:   name a folder that holds a whole model"
+        ) from None
     except (OSError, ValueError) as e:
-        raise UserError(f"model.name_or_path: {file} cannot be read: {e}\n  fix:   fetch the file again") from None
+        raise UserError(
+            f"model.name_or_path: {file} cannot be read: {e}\n  fix:   fetch the file again"
+        ) from None
     if not isinstance(value, dict):
         raise UserError(f"model.name_or_path: {file} holds no JSON object\n  fix:   fetch the file again")
     return value
 
 
-def check_files(folder: Path, name: str, trust_remote_code: bool) -> None:
-    """Raise :class:`UserError` unless ``folder`` holds a config, whole safetensors weights, and code only if trusted."""
+def check_code(folder: Path, name: str, trust_remote_code: bool) -> None:
+    """Raise :class:`UserError` if the model can only be built by its own Python code and that is not trusted."""
     from transformers import CONFIG_MAPPING
 
     config = read_json(folder / "config.json")
-    lacking = missing_shards(folder)
-    if lacking:
-        raise UserError(
-            f"model.name_or_path: {name}: {lacking[0]} is missing ({len(lacking)} of the index's files)\n"
-            "  fix:   fetch the model again"
-        )
-    if not any(folder.glob("*.safetensors")):
-        pickles = sorted(p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
-        if pickles:
-            raise UserError(
-                f"model.name_or_path: {name}: only safetensors are read; a pickle can run code when it is opened\n"
-                f"  found: {pickles[0]}\n  fix:   python -c \"from transformers import AutoModelForCausalLM as M; "
-                f"M.from_pretrained('{name}', dtype='auto').save_pretrained('converted')\""
-            )
-        raise UserError(f"model.name_or_path: {name}: no .safetensors files in {os.fspath(folder)}\n  fix:   name a folder that holds a whole model")
     kind = config.get("model_type")
     if "auto_map" in config and kind not in CONFIG_MAPPING and not trust_remote_code:
         raise UserError(

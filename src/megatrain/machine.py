@@ -84,7 +84,9 @@ def _memory() -> tuple[int, int, str]:
     return total, free, by
 
 
-def _cgroup_limits(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc/self/cgroup")) -> list[tuple[int, int]]:
+def _cgroup_limits(
+    root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc/self/cgroup")
+) -> list[tuple[int, int]]:
     """``(limit, used)`` in bytes of each memory-limited cgroup from this process up to the root, v2 and v1.
 
     Page cache that the kernel would give back (``inactive_file``) does not count as used.
@@ -98,7 +100,10 @@ def _cgroup_limits(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc
         if number == "0":
             base, names = root, ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
-            base, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            base, names = (
+                root / "memory",
+                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+            )
         else:
             continue
         here = base / path.lstrip("/")
@@ -143,7 +148,9 @@ def _gpus() -> tuple[tuple[Gpu, ...], str]:
             handle = pynvml.nvmlDeviceGetHandleByIndex(i)
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
             capability = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-            gpus.append(Gpu(pynvml.nvmlDeviceGetName(handle), memory.total, memory.free, tuple(capability), driver))
+            gpus.append(
+                Gpu(pynvml.nvmlDeviceGetName(handle), memory.total, memory.free, tuple(capability), driver)
+            )
         return tuple(gpus), "" if gpus else "the driver reports no GPU"
     except pynvml.NVMLError as e:
         return (), f"the driver gave no answer ({e})"

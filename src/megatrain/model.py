@@ -125,7 +125,11 @@ class Model:
         _log.info("device: %s", self._device.name)
         try:
             compute = self._compute_dtype(compute_dtype)
-            gradient = _DTYPES[_check_choice("compute.gradient_dtype", gradient_dtype, _DTYPES)] if gradient_dtype else compute
+            gradient = (
+                _DTYPES[_check_choice("compute.gradient_dtype", gradient_dtype, _DTYPES)]
+                if gradient_dtype
+                else compute
+            )
             self._kernel = kernels.load(kernel)  # type: ignore[arg-type]
             decoder = Decoder(
                 config,
@@ -139,7 +143,10 @@ class Model:
             budget = parse_bytes("placement.device_memory", device_memory)
             self._check_host(
                 parse_bytes("placement.host_memory", host_memory),
-                sum(Slab.nbytes(layout, compute) + layout.numel * gradient.itemsize for layout in layouts.values()),
+                sum(
+                    Slab.nbytes(layout, compute) + layout.numel * gradient.itemsize
+                    for layout in layouts.values()
+                ),
             )
             self._store = Store(
                 layouts,
@@ -167,7 +174,12 @@ class Model:
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, *, progress: Progress | None = None, trust_remote_code: bool = False, **options: Any
+        cls,
+        path: str | Path,
+        *,
+        progress: Progress | None = None,
+        trust_remote_code: bool = False,
+        **options: Any,
     ) -> Self:
         """Load a Hugging Face checkpoint folder (safetensors), each tensor straight into its place.
 
@@ -179,7 +191,9 @@ class Model:
         folder = Path(path)
         files = ModelFiles(folder)
         try:
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+            config = AutoConfig.from_pretrained(
+                folder, trust_remote_code=trust_remote_code, local_files_only=True
+            )
         except (ValueError, OSError, KeyError) as error:
             raise UserError(f"model.name_or_path: {folder}/config.json cannot be read: {error}") from error
         model = cls(config, trust_remote_code=trust_remote_code, **options)
@@ -224,7 +238,9 @@ class Model:
             max_grad_norm=self._max_grad_norm,
         )
         if run.tokens == 0:
-            raise UserError("micro_batches: no label is a target (all are -100), so there is nothing to train on")
+            raise UserError(
+                "micro_batches: no label is a target (all are -100), so there is nothing to train on"
+            )
         self._gradients_kept = False
         self._complete(lambda: self._engine.train(run))
         *losses, norm, _ = run.result.tolist()
@@ -298,17 +314,23 @@ class Model:
         """Trained parameters; a tied matrix counts once."""
         return sum(unit.layout.num_parameters for unit in self._decoder.units)
 
-    def save_pretrained(self, path: str | Path, dtype: str | None = None, progress: Progress | None = None) -> None:
+    def save_pretrained(
+        self, path: str | Path, dtype: str | None = None, progress: Progress | None = None
+    ) -> None:
         """Write a Hugging Face checkpoint: the source's own files and config, the trained weights.
 
         ``dtype`` is ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``None`` for the source's.
         """
         self._settle()
         tensors = [
-            ExportTensor(name, self._store.place(name)[1].shape, lambda name=name: self._store.master_blocks(name))
+            ExportTensor(
+                name, self._store.place(name)[1].shape, lambda name=name: self._store.master_blocks(name)
+            )
             for name in self._store.parameter_names
         ]
-        write_model(Path(path), tensors, dtype=dtype, source=self._source, config=self.config, progress=progress)
+        write_model(
+            Path(path), tensors, dtype=dtype, source=self._source, config=self.config, progress=progress
+        )
 
     def save_state(self, path: str | Path, extra: dict[str, Any] | None = None) -> None:
         """Write everything that training needs to go on bitwise: masters, moments, counters and ``extra`` (JSON)."""
@@ -403,7 +425,9 @@ class Model:
 
     def _usable(self) -> None:
         if self._closed:
-            raise UserError("this model is closed; load it again with Model.from_pretrained or Model.from_config")
+            raise UserError(
+                "this model is closed; load it again with Model.from_pretrained or Model.from_config"
+            )
         if self._broken is not None:
             raise UserError(
                 f"this model can no longer be used: {self._broken}. Its masters may be half updated: close it, load"

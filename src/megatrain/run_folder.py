@@ -20,9 +20,13 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.log, self.resolved = path / "run.log", path / "resolved.yaml"
-        self.metrics, self.checkpoints, self.final = path / "metrics.jsonl", path / "checkpoints", path / "final"
+        self.metrics, self.checkpoints, self.final = (
+            path / "metrics.jsonl",
+            path / "checkpoints",
+            path / "final",
+        )
         self._handler: logging.Handler | None = None
-        self._made: list[Path] = []
+        self._made: list[Path] = []  # what create() has added, innermost first
 
     @property
     def created(self) -> bool:
@@ -44,14 +48,16 @@ class RunFolder:
         """Make the folder, save the configuration and send every log message to ``run.log``, those of ``early``
         first."""
         path = self.path
-        self._made = [p for p in (path, *path.parents) if not p.exists()]
+        self._made = [p for p in (self.log, self.resolved, path, *path.parents) if not p.exists()]
         try:
             path.mkdir(parents=True, exist_ok=True)
             self.resolved.write_text(resolved, encoding="utf-8")
             handler = logging.FileHandler(self.log, encoding="utf-8")
         except OSError as e:
             self.abandon()
-            raise UserError(f"output_dir: {path} cannot be written: {e.strerror}\n  fix:   name a folder that you may write to") from None
+            raise UserError(
+                f"output_dir: {path} cannot be written: {e.strerror}\n  fix:   name a folder that you may write to"
+            ) from None
         handler.setFormatter(_PlainFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         early.setTarget(handler)
         early.close()
@@ -62,11 +68,11 @@ class RunFolder:
     def abandon(self) -> None:
         """Nothing came of the run: remove what :meth:`create` made, and only that."""
         self.close()
-        for file in (self.resolved, self.log, self.metrics) if self._made else ():
-            file.unlink(missing_ok=True)
-        for folder in self._made:
-            if folder.is_dir() and not any(folder.iterdir()):
-                folder.rmdir()
+        for path in self._made:
+            if path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
+            elif path.is_file():
+                path.unlink()
         self._made = []
 
     def close(self) -> None:

@@ -66,11 +66,15 @@ def test_the_prompt_is_tokenized_as_it_is_when_the_model_is_used() -> None:
 
 def test_beginning_of_text_once_and_end_of_text_trained() -> None:
     enc = encoder(INSTRUCT, bos="<|endoftext|>")
-    row = messages.encode(dialogue(("user", "hello"), ("assistant", "yes"), ("user", "no"), ("assistant", "well")), enc)
+    row = messages.encode(
+        dialogue(("user", "hello"), ("assistant", "yes"), ("user", "no"), ("assistant", "well")), enc
+    )
     assert row.ids.tolist().count(0) == 1 and row.ids[0] == 0
     assert [t.strip() for t in trained(enc, row)] == ["yes <|im_end|>", "well <|im_end|>"]
     double = encoder("{{ bos_token }}" + INSTRUCT, bos="<|endoftext|>")
-    assert messages.encode(dialogue(("user", "hello"), ("assistant", "yes")), double).ids.tolist().count(0) == 1
+    assert (
+        messages.encode(dialogue(("user", "hello"), ("assistant", "yes")), double).ids.tolist().count(0) == 1
+    )
 
 
 @given(st.lists(st.text(max_size=12), min_size=1, max_size=3))
@@ -84,12 +88,16 @@ def test_any_text_is_trained_on_exactly(answers: list[str]) -> None:
 def test_a_template_that_changes_an_answer_stops_the_run() -> None:
     upper = SMOLLM2.replace("message['content']", "(message['content'] | upper)")
     enc = encoder(upper)
-    with pytest.raises(UserError, match=r"the template does not give back .* at character 1\n  wanted: 'Paris"):
+    with pytest.raises(
+        UserError, match=r"the template does not give back .* at character 1\n  wanted: 'Paris"
+    ):
         messages.encode(dialogue(("user", "hello"), ("assistant", "Paris")), enc)
 
 
 def test_marks_that_leave_out_the_end_marker_stop_the_run() -> None:
-    bare = MARKED.replace("+ '<|im_end|>\n' }}{% endgeneration %}", "}}{% endgeneration %}{{ '<|im_end|>\n' }}")
+    bare = MARKED.replace(
+        "+ '<|im_end|>\n' }}{% endgeneration %}", "}}{% endgeneration %}{{ '<|im_end|>\n' }}"
+    )
     assert bare != MARKED
     with pytest.raises(UserError, match=r"wanted: 'yes<\|im_end\|>'\n  found:  'yes'"):
         messages.encode(dialogue(("user", "hello"), ("assistant", "yes")), encoder(bare))
@@ -98,7 +106,10 @@ def test_marks_that_leave_out_the_end_marker_stop_the_run() -> None:
 def test_history_that_the_template_drops_stops_the_run() -> None:
     last_only = SMOLLM2.replace("message['content'] +", "(message['content'] if loop.last else '') +")
     with pytest.raises(UserError, match="does not give back"):
-        messages.encode(dialogue(("user", "a"), ("assistant", "yes"), ("user", "b"), ("assistant", "no")), encoder(last_only))
+        messages.encode(
+            dialogue(("user", "a"), ("assistant", "yes"), ("user", "b"), ("assistant", "no")),
+            encoder(last_only),
+        )
 
 
 def test_a_template_without_an_end_marker_is_refused() -> None:
@@ -112,7 +123,10 @@ def test_a_template_that_is_not_jinja_is_refused() -> None:
 
 
 def test_a_refusal_by_the_template_is_a_bad_row() -> None:
-    strict = SMOLLM2 + "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+    strict = (
+        SMOLLM2
+        + "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+    )
     with pytest.raises(BadRow, match="the chat template refuses it: no system message"):
         messages.encode(dialogue(*THREE_TURNS), encoder(strict))
 

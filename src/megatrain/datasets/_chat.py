@@ -40,7 +40,9 @@ class ChatTemplate:
                 messages, chat_template=self._source, tokenize=False, add_generation_prompt=prompt
             )
         except TemplateError as e:
-            raise BadRow(f"the chat template refuses it: {e}", "roles " + ", ".join(m["role"] for m in messages)) from None
+            raise BadRow(
+                f"the chat template refuses it: {e}", "roles " + ", ".join(m["role"] for m in messages)
+            ) from None
         return text
 
     def spans(self, messages: list[dict[str, str]]) -> tuple[str, list[tuple[int, int]]]:
@@ -66,7 +68,9 @@ class ChatTemplate:
             if at >= 0 and self.end_marker not in text[start:at]:
                 gap_is_space = not text[start:at].strip()
                 return (start if gap_is_space else at), at + len(wanted)
-        raise self.mismatch(content + self.end_marker, text[start : start + len(content) + len(self.end_marker)])
+        raise self.mismatch(
+            content + self.end_marker, text[start : start + len(content) + len(self.end_marker)]
+        )
 
     def marked(self, messages: list[dict[str, str]]) -> tuple[list[int], list[bool]]:
         """Token ids and targets by the template's own marks; white space after an end marker is no target."""
@@ -86,7 +90,10 @@ class ChatTemplate:
 
     def mismatch(self, wanted: str, found: str) -> UserError:
         """The error that names the template and the first difference."""
-        at = next((i for i, (a, b) in enumerate(zip(wanted, found, strict=False)) if a != b), min(len(wanted), len(found)))
+        at = next(
+            (i for i, (a, b) in enumerate(zip(wanted, found, strict=False)) if a != b),
+            min(len(wanted), len(found)),
+        )
         begin = max(0, at - 20)
         return UserError(
             f"{self.name} does not give back the assistant's text at character {at}\n"
@@ -100,10 +107,14 @@ class ChatTemplate:
         try:
             after = self.render(turn).partition(_PROBE)[2]
         except BadRow as e:
-            raise UserError(f"{self.name} cannot be used: {e.reason}\n  fix:   correct the template") from None
+            raise UserError(
+                f"{self.name} cannot be used: {e.reason}\n  fix:   correct the template"
+            ) from None
         special = {str(t) for t in self._tokenizer.all_special_tokens}
         special |= {t.content for t in self._tokenizer.added_tokens_decoder.values() if t.special}
-        first = re.match(r"\s*(?:%s)" % "|".join(re.escape(t) for t in sorted(special, key=len, reverse=True)), after)
+        first = re.match(
+            r"\s*(?:%s)" % "|".join(re.escape(t) for t in sorted(special, key=len, reverse=True)), after
+        )
         marker = first.group() if special and first else after.rstrip() or after
         if not marker:
             raise UserError(

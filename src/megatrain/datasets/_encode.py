@@ -102,14 +102,19 @@ class Encoder:
         wanted = [m["content"] for m in messages if m["role"] == "assistant"]
         if len(found) == len(wanted) and all(_same(f, w, marker) for f, w in zip(found, wanted, strict=True)):
             return
-        pairs = [*zip(found, wanted, strict=False), ("".join(found[len(wanted) :]), "".join(wanted[len(found) :]))]
+        pairs = [
+            *zip(found, wanted, strict=False),
+            ("".join(found[len(wanted) :]), "".join(wanted[len(found) :])),
+        ]
         f, w = next((f, w) for f, w in pairs if not _same(f, w, marker))
         raise self.chat.mismatch(w + marker, f)
 
 
 def _segments(ids: list[int], target: list[bool]) -> list[list[int]]:
     """The runs of consecutive targets."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], np.asarray(target, dtype=bool), [False]]).astype(np.int8)))
+    edges = np.flatnonzero(
+        np.diff(np.concatenate([[False], np.asarray(target, dtype=bool), [False]]).astype(np.int8))
+    )
     return [ids[a:b] for a, b in edges.reshape(-1, 2)]
 
 

@@ -11,7 +11,14 @@ from typing import Any
 from megatrain.datasets import BadRow
 from megatrain.errors import UserError
 
-_OTHER_FORMS = {".parquet": "Parquet", ".csv": "CSV", ".tsv": "TSV", ".arrow": "Arrow", ".gz": "gzip", ".zst": "zstd"}
+_OTHER_FORMS = {
+    ".parquet": "Parquet",
+    ".csv": "CSV",
+    ".tsv": "TSV",
+    ".arrow": "Arrow",
+    ".gz": "gzip",
+    ".zst": "zstd",
+}
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow, int]]:
@@ -35,7 +42,11 @@ def check_readable(path: Path) -> None:
     if not path.exists():
         beside = [p.name for p in path.parent.glob("*.jsonl")] if path.parent.is_dir() else []
         near = get_close_matches(path.name, beside, 1)
-        hint = f"did you mean {path.with_name(near[0])}?" if near else "check the path (it is read from where you start)"
+        hint = (
+            f"did you mean {path.with_name(near[0])}?"
+            if near
+            else "check the path (it is read from where you start)"
+        )
         raise UserError(f"data.train: {path}: no such file\n  fix:   {hint}")
     if path.is_dir():
         files = ", ".join(sorted(p.name for p in path.glob("*.jsonl"))[:3]) or "no .jsonl files"
@@ -47,7 +58,9 @@ def check_readable(path: Path) -> None:
         raise UserError(f"data.train: {path}: {e.strerror}\n  fix:   make the file readable") from None
     if path.suffix.lower() in _OTHER_FORMS:
         form = _OTHER_FORMS[path.suffix.lower()]
-        raise UserError(f"data.train: {path}: {form} is not supported yet\n  fix:   write it as JSON lines (.jsonl)")
+        raise UserError(
+            f"data.train: {path}: {form} is not supported yet\n  fix:   write it as JSON lines (.jsonl)"
+        )
     if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise UserError(f"data.train: {path} is UTF-16\n  fix:   save it as UTF-8")
     text = start.removeprefix(b"\xef\xbb\xbf").strip()
@@ -64,7 +77,9 @@ def _parse(line: bytes) -> dict[str, Any] | BadRow:
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as e:
-        return BadRow("not UTF-8", f"byte {line[e.start]:#04x} at column {e.start + 1}", "save the file as UTF-8")
+        return BadRow(
+            "not UTF-8", f"byte {line[e.start]:#04x} at column {e.start + 1}", "save the file as UTF-8"
+        )
     except (json.JSONDecodeError, RecursionError) as e:
         return BadRow(f"not JSON: {e}", line[:60].decode("utf-8", "replace").strip())
     if not isinstance(record, dict):

@@ -46,7 +46,11 @@ def _check_message(number: int, message: dict[str, Any]) -> None:
         raise BadRow(f"message {number} has no known role", state, f"use the roles {', '.join(_ROLES)}")
     extra = next((k for k in _UNSUPPORTED if message.get(k)), None)
     if extra:
-        raise BadRow(f"message {number} has {extra}, which is not supported yet", extra, "put it into content or remove it")
+        raise BadRow(
+            f"message {number} has {extra}, which is not supported yet",
+            extra,
+            "put it into content or remove it",
+        )
     if not isinstance(content, str):
         state = "missing" if "content" not in message else "null" if content is None else "not a text"
         raise BadRow(f"message {number} ({role}): content is {state}", f"keys {', '.join(message)}")
@@ -62,4 +66,6 @@ def _check_order(roles: list[str]) -> None:
         raise BadRow("the dialogue starts with the assistant", "roles " + ", ".join(roles))
     twice = next((a for a, b in zip(turns, turns[1:], strict=False) if a == b), None)
     if twice:
-        raise BadRow(f"two {twice} messages in a row", "roles " + ", ".join(roles), "join them into one message")
+        raise BadRow(
+            f"two {twice} messages in a row", "roles " + ", ".join(roles), "join them into one message"
+        )

@@ -86,7 +86,9 @@ def open_device(name: str) -> Device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("placement.device: cuda: no CUDA device is visible; use device=cpu, or check the driver")
+        raise UserError(
+            "placement.device: cuda: no CUDA device is visible; use device=cpu, or check the driver"
+        )
     try:
         module = import_module(f"megatrain.devices.{name}")
     except ModuleNotFoundError as error:

@@ -99,8 +99,10 @@ class ThreadLanes:
                     return
                 job = queue[0]
                 self._condition.wait_for(
-                    lambda job=job: self.failure is not None
-                    or all(self._done[other] > index for other, index in job.waits)
+                    lambda job=job: (
+                        self.failure is not None
+                        or all(self._done[other] > index for other, index in job.waits)
+                    )
                 )
                 stopped = self.failure is not None
             error = None if stopped else self._attempt(job)

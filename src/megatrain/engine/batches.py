@@ -65,7 +65,9 @@ def check_batch(batch: Mapping[str, torch.Tensor], name: str, vocab_size: int) -
         positions = None if positions is None else positions.gather(1, columns)
         padding = torch.arange(ids.shape[1])[None, :] >= (mask != 0).sum(1, keepdim=True)
         if bool((labels[padding] != IGNORED).any()):
-            raise UserError(f"{name}.labels: a position that attention_mask hides has a label; use {IGNORED} there")
+            raise UserError(
+                f"{name}.labels: a position that attention_mask hides has a label; use {IGNORED} there"
+            )
     target = torch.full_like(labels, IGNORED)
     target[:, :-1] = labels[:, 1:]
     index = (target.flatten() != IGNORED).nonzero().flatten()
@@ -80,9 +82,7 @@ def check_batch(batch: Mapping[str, torch.Tensor], name: str, vocab_size: int) -
     )
 
 
-def _matrix(
-    batch: Mapping[str, torch.Tensor], key: str, name: str, shape: torch.Size | None
-) -> torch.Tensor:
+def _matrix(batch: Mapping[str, torch.Tensor], key: str, name: str, shape: torch.Size | None) -> torch.Tensor:
     value = batch.get(key)
     if not isinstance(value, torch.Tensor):
         found = "missing" if value is None else type(value).__name__

@@ -188,9 +188,7 @@ class Builder:
                     releases=(act, ("batch", m)),
                 )
             )
-            self._add(
-                Op(kind="REPORT", lane="d2h", micro=m, reads=(("loss", m),), writes=(("scores", m),))
-            )
+            self._add(Op(kind="REPORT", lane="d2h", micro=m, reads=(("loss", m),), writes=(("scores", m),)))
         return self._ops
 
     def _add(self, op: Op) -> None:

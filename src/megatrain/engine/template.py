@@ -210,9 +210,7 @@ class Templates:
         return weights
 
 
-def _add(
-    layout: Layout, flat: torch.Tensor, grads: Sequence[torch.Tensor | None], *, first: bool
-) -> None:
+def _add(layout: Layout, flat: torch.Tensor, grads: Sequence[torch.Tensor | None], *, first: bool) -> None:
     """Write or add gradients, in the layout's order, into a flat buffer. A parameter without one gets zeros."""
     if first:
         for start, end in gaps(layout):

@@ -75,7 +75,11 @@ class Workspaces:
         return measured
 
     def _measure(self, shape: Shape, *, keep: bool) -> Need:
-        decoder, peak, held = self._templates.decoder, dict[tuple[str, int], int](), dict[tuple[str, int], int]()
+        decoder, peak, held = (
+            self._templates.decoder,
+            dict[tuple[str, int], int](),
+            dict[tuple[str, int], int](),
+        )
         units = {unit.structure: unit for unit in reversed(decoder.units)}
         batch = self._example(shape)
         held["batch", -1] = _nbytes([batch.input_ids, batch.position_ids, batch.index, batch.targets])
@@ -98,7 +102,9 @@ class Workspaces:
             held["graph", structure] = graph.nbytes if graph is not None else 0
             gradient = self._gradient(unit.name)
 
-            def backward(unit: Unit = unit, slots: Slots = slots, source: torch.Tensor | None = source) -> object:
+            def backward(
+                unit: Unit = unit, slots: Slots = slots, source: torch.Tensor | None = source
+            ) -> object:
                 return self._templates.backward(
                     unit, slots, batch, source, context, graph, hidden, gradient, seed, first=True
                 )
@@ -129,7 +135,9 @@ class Workspaces:
         where = self._device.torch_device
         tokens = shape.rows * shape.tokens
         ids = torch.zeros(shape.rows, shape.tokens, dtype=torch.int64, device=where)
-        positions = torch.arange(shape.tokens, device=where).expand(shape.rows, -1) % max(1, shape.tokens // 2)
+        positions = torch.arange(shape.tokens, device=where).expand(shape.rows, -1) % max(
+            1, shape.tokens // 2
+        )
         rows = torch.arange(tokens, device=where)
         return Batch(ids, positions.contiguous() if shape.packed else None, rows, torch.zeros_like(rows))
 

@@ -36,7 +36,13 @@ def size(number: float) -> str:
 
 def disk_size(number: float) -> str:
     """Files, in decimal units as disks are sold: ``269 MB``, ``48 GB``."""
-    return f"{number / 1e9:,.0f} GB" if number >= 1e10 else f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.0f} MB"
+    return (
+        f"{number / 1e9:,.0f} GB"
+        if number >= 1e10
+        else f"{number / 1e9:.1f} GB"
+        if number >= 1e9
+        else f"{number / 1e6:.0f} MB"
+    )
 
 
 def model_line(name: str, parameters: int, compute_dtype: str) -> str:

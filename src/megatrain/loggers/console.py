@@ -22,7 +22,11 @@ class ConsoleLogger(Logger):
         self._console, self._every, self._silence = console, every, silence
         self._status = _Status()
         self._printed, self._lock, self._closed = time.monotonic(), threading.Lock(), threading.Event()
-        self._live = Live(self._status, console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+        self._live = (
+            Live(self._status, console=console, refresh_per_second=4, transient=True)
+            if console.is_terminal
+            else None
+        )
         if self._live:
             self._live.start()
         else:

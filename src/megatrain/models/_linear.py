@@ -34,9 +34,7 @@ class StreamedLinear(nn.Module):
 
 class _SummedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         # Saved on the context, not by save_for_backward: forward and backward run in one operation on one slot.
         ctx.hidden, ctx.weight, ctx.gradient = hidden, weight, gradient
         return nn.functional.linear(hidden, weight)

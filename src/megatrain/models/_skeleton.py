@@ -27,7 +27,10 @@ def build_skeleton(
     with _parameters_on_meta():
         try:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+                config,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                trust_remote_code=trust_remote_code,
             )
         except (ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
             raise UserError(

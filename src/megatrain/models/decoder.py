@@ -102,7 +102,9 @@ class Decoder:
         ties = dict(causal.all_tied_weights_keys or {})
         shapes = {name: tuple(p.shape) for name, p in causal.named_parameters(remove_duplicate=False)}
         layer_prefix, norm_prefix = f"{prefix}.layers.", f"{prefix}.norm."
-        outer = {k: v for k, v in shapes.items() if not k.startswith(prefix + ".") or k.startswith(norm_prefix)}
+        outer = {
+            k: v for k, v in shapes.items() if not k.startswith(prefix + ".") or k.startswith(norm_prefix)
+        }
         inner = {
             k.removeprefix(prefix + "."): v
             for k, v in shapes.items()
@@ -133,7 +135,9 @@ class Decoder:
         arguments = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
         functional_call(self._base, dict(weights), args=(), kwargs=arguments)
         if len(self._calls) != len(self.units) - 2:
-            raise self._unsupported(f"its forward calls {len(self._calls)} of its {len(self.units) - 2} layers")
+            raise self._unsupported(
+                f"its forward calls {len(self._calls)} of its {len(self.units) - 2} layers"
+            )
         hidden = self._calls[0][0]
         if any(other is not hidden for other, _ in self._calls):
             raise self._unsupported("its forward changes the hidden state between layers")
@@ -143,9 +147,7 @@ class Decoder:
             raise self._unsupported("its layers take other arguments that depend on parameters")
         return hidden, calls
 
-    def layer(
-        self, unit: Unit, weights: Weights, hidden: torch.Tensor, arguments: Arguments
-    ) -> torch.Tensor:
+    def layer(self, unit: Unit, weights: Weights, hidden: torch.Tensor, arguments: Arguments) -> torch.Tensor:
         """Output of one layer ``[batch, tokens, width]``."""
         output = functional_call(self._templates[unit.structure], dict(weights), (hidden,), arguments)
         result: torch.Tensor = output[0] if isinstance(output, tuple) else output

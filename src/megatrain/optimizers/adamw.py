@@ -40,7 +40,12 @@ class AdamW(Optimizer):
         ):
             finite = all(isfinite(v) for v in (value if isinstance(value, tuple) else (value,)))
             if not (ok and finite):
-                limits = {"lr": ">= 0", "betas": "two numbers in [0, 1)", "eps": "> 0", "weight_decay": ">= 0"}
+                limits = {
+                    "lr": ">= 0",
+                    "betas": "two numbers in [0, 1)",
+                    "eps": "> 0",
+                    "weight_decay": ">= 0",
+                }
                 raise UserError(f"optim.{name}: {value} is out of range; it must be {limits[name]}")
 
     @property
