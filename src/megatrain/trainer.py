@@ -71,6 +71,7 @@ def train(prepared: Prepared, run: RunFolder, console: Logger, started: float) -
     """
     config = prepared.config
     with open_model(config, prepared.folder, prepared.dtype, console.progress) as model:
+        console.progress("measuring memory", 0, 0)
         model.reserve(*prepared.batches.largest)
         save, skipped = find_save(config.checkpoint.resume, run.checkpoints)
         for text in skipped:
