@@ -71,7 +71,14 @@ def tiny_model(
         with torch.no_grad():
             for parameter in model.parameters():  # norms of ones and biases of zeros would hide mistakes
                 parameter.add_(torch.randn_like(parameter), alpha=0.02)
-    return model.to(dtype).eval()
+    return round_parameters(model.eval(), dtype)
+
+
+def round_parameters(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Round the parameters alone, in place: ``model.to(dtype)`` would round the rotary frequencies too."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def tiny_checkpoint(
@@ -99,9 +106,7 @@ def random_checkpoint(
     All tensors are slices of one block of normal noise (standard deviation 0.02). Returns the config.
     """
     element = torch.empty(0, dtype=dtype).element_size()
-    hidden = next(
-        h for h in (64, 128, 256, 512, 1024, 2048) if h == 2048 or 128 * 13 * h * h * element >= total_bytes
-    )
+    hidden = next(h for h in (64, 128, 256, 512, 1024, 2048) if h == 2048 or 128 * 13 * h * h * element >= total_bytes)
     config = transformers.LlamaConfig(
         vocab_size=1024,
         hidden_size=hidden,
@@ -143,9 +148,7 @@ def random_checkpoint(
     return config
 
 
-def _write_shard(
-    path: Path, shapes: dict[str, torch.Size], dtype: str, element: int, block: memoryview
-) -> None:
+def _write_shard(path: Path, shapes: dict[str, torch.Size], dtype: str, element: int, block: memoryview) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():

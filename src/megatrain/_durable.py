@@ -16,33 +16,37 @@ _TEMPORARY = re.compile(r"(?P<name>.+)\.tmp-(?P<pid>\d+)")
 
 
 @contextmanager
-def durable_folder(folder: Path) -> Iterator[Path]:
-    """Yield ``<folder>.tmp-<pid>`` to write into; on success flush it to the disk and rename it to
-    ``folder``.
+def scratch_folder(folder: Path) -> Iterator[Path]:
+    """Yield a new ``<folder>.tmp-<pid>`` and remove it at the end, however that comes.
 
-    ``folder`` must be absent or empty. On any failure the partial folder is removed; a killed process leaves
-    it, under a name that ``temporary_of`` recognises. Failures of the disk are raised as UserError.
+    A killed process leaves it, under a name that ``temporary_of`` recognises. Failures of the disk are raised
+    as UserError.
     """
     temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
-    complete = False
     try:
         if temporary.exists():  # left by a killed process of the same number
             shutil.rmtree(temporary)
         temporary.mkdir(parents=True)
         yield temporary
-        for path in sorted(temporary.rglob("*")):
-            _sync(path)
-        _sync(temporary)
-        os.replace(temporary, folder)
-        complete = True
-        _sync(folder.parent)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         way_out = "free space on that disk" if full else "check the disk and the folder's rights"
         raise UserError(f"could not save to {folder}: {error}; {way_out} and save again") from error
     finally:
-        if not complete:
-            shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def durable_folder(folder: Path) -> Iterator[Path]:
+    """A ``scratch_folder`` that on success is flushed to the disk and renamed to ``folder`` (absent or
+    empty)."""
+    with scratch_folder(folder) as temporary:
+        yield temporary
+        for path in sorted(temporary.rglob("*")):
+            _sync(path)
+        _sync(temporary)
+        os.replace(temporary, folder)
+        _sync(folder.parent)
 
 
 def _sync(path: Path) -> None:
@@ -57,6 +61,13 @@ def temporary_of(path: Path) -> str | None:
     """The final name of a folder that ``durable_folder`` was writing; None for any other folder."""
     match = _TEMPORARY.fullmatch(path.name)
     return match["name"] if match else None
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder so that no half of it is ever seen under its name, whatever interrupts."""
+    doomed = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    os.replace(path, doomed)
+    shutil.rmtree(doomed)
 
 
 def remove_if_abandoned(path: Path) -> bool:

@@ -67,9 +67,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             size = os.fstat(file.fileno()).st_size
             raw = _header_bytes(file, size, path)
     except OSError as error:
-        raise UserError(
-            f"cannot read {path}: {error.strerror}; check that the file exists and its rights"
-        ) from error
+        raise UserError(f"cannot read {path}: {error.strerror}; check that the file exists and its rights") from error
     try:
         header = json.loads(raw)
         header.pop("__metadata__", None)
@@ -86,8 +84,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     if size != end:
         raise UserError(
             f"{path} is {'truncated' if size < end else 'longer than it should be'}: its header describes"
-            f" {end} bytes,"
-            f" the file has {size}; download or copy this file again"
+            f" {end} bytes, the file has {size}; download or copy this file again"
         )
     return {entry.name: entry for entry in entries}
 
@@ -110,10 +107,10 @@ def _header_bytes(file: BinaryIO, size: int, path: Path) -> bytes:
 def _entry(path: Path, name: str, item: Mapping[str, Any], begin: int) -> Entry:
     start, end = item["data_offsets"]
     entry = Entry(path, name, item["dtype"], tuple(item["shape"]), begin + start, begin + end)
+    if not all(isinstance(size, int) and size >= 0 for size in entry.shape):
+        raise ValueError(f"tensor {name!r}: shape {list(entry.shape)}")
     if entry.dtype in _ITEM_BYTES and entry.numel * _ITEM_BYTES[entry.dtype] != end - start:
-        raise ValueError(
-            f"tensor {name!r}: {end - start} bytes for shape {list(entry.shape)} of {entry.dtype}"
-        )
+        raise ValueError(f"tensor {name!r}: {end - start} bytes for shape {list(entry.shape)} of {entry.dtype}")
     return entry
 
 
@@ -138,6 +135,7 @@ class BlockReader:
         self.crc = 0
         self._checksum = checksum
         self._staging = torch.empty(0, dtype=torch.uint8)
+        self._block = torch.empty(0)
 
     def __enter__(self) -> BlockReader:
         self._file = self.path.open("rb", buffering=0)
@@ -152,12 +150,14 @@ class BlockReader:
         while done < len(view):
             count = os.preadv(self._file.fileno(), [view[done:]], offset + done)
             if not count:
-                raise UserError(
-                    f"{self.path} became shorter while it was read; restore the file and start again"
-                )
+                raise UserError(f"{self.path} became shorter while it was read; restore the file and start again")
             done += count
         if self._checksum:
             self.crc = zlib.crc32(view, self.crc)
+
+    def skip(self, end: int) -> None:
+        """Pass over the bytes before ``end``, for the checksum: the header."""
+        self.read(memoryview(bytearray(end)), 0)
 
     def fill(self, entry: Entry, start: int, out: torch.Tensor) -> None:
         """``out`` (FP32, one dimension) = elements [start, start + out.numel()) of ``entry``, exactly."""
@@ -182,9 +182,10 @@ class BlockReader:
     def blocks(self, entry: Entry) -> Iterator[tuple[int, torch.Tensor]]:
         """(first element, FP32 block) over ``entry`` in order; a block is valid until the next one is
         taken."""
-        buffer = torch.empty(min(entry.numel, BLOCK_ELEMENTS))
+        if self._block.numel() < min(entry.numel, BLOCK_ELEMENTS):
+            self._block = torch.empty(min(entry.numel, BLOCK_ELEMENTS))
         for start in range(0, entry.numel, BLOCK_ELEMENTS):
-            block = buffer[: min(BLOCK_ELEMENTS, entry.numel - start)]
+            block = self._block[: min(BLOCK_ELEMENTS, entry.numel - start)]
             self.fill(entry, start, block)
             yield start, block
 
@@ -218,8 +219,7 @@ def as_dtype(name: str, blocks: Iterable[torch.Tensor], dtype: str) -> Iterator[
                 raise UserError(
                     f"tensor {name!r} holds values beyond the range of {dtype}; export as bfloat16 or float32"
                     if _finite(block)
-                    else f"tensor {name!r} holds NaN or infinity, so nothing was saved; go back to the last"
-                    " saved state"
+                    else f"tensor {name!r} holds NaN or infinity, so nothing was saved; go back to the last saved state"
                 )
             yield rounded
 

@@ -5,7 +5,7 @@ A unit is stored as flat arrays (*sections*) of one length; a parameter occupies
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -35,18 +35,23 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """Parameters of one unit in order of offset; ``numel`` includes padding."""
+class Layout(Mapping[str, Parameter]):
+    """Parameters of one unit by Hugging Face name, in order of offset; ``numel`` includes padding."""
 
     parameters: tuple[Parameter, ...]
     numel: int
 
     def __getitem__(self, name: str) -> Parameter:
-        """The parameter with Hugging Face name ``name``; ``KeyError`` when the unit has none."""
         for parameter in self.parameters:
             if parameter.name == name:
                 return parameter
         raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([parameter.name for parameter in self.parameters])
+
+    def __len__(self) -> int:
+        return len(self.parameters)
 
     @property
     def num_parameters(self) -> int:
@@ -67,9 +72,7 @@ def build_layout(shapes: Mapping[str, tuple[int, ...]], prefix: str = "") -> Lay
     offset, placed = 0, []
     for local, shape in shapes.items():
         numel = prod(shape)
-        placed.append(
-            Parameter(name=prefix + local, local=local, shape=tuple(shape), offset=offset, numel=numel)
-        )
+        placed.append(Parameter(name=prefix + local, local=local, shape=tuple(shape), offset=offset, numel=numel))
         offset += round_up(numel, ALIGN)
     return Layout(parameters=tuple(placed), numel=round_up(max(offset, 1), PAD))
 

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from megatrain import kernels
+from megatrain.checkpoint import load_state, save_state
 from megatrain.devices import Device, Ticket, open_device
 from megatrain.engine.batches import HostBatch, check_batch, check_batches
 from megatrain.engine.executor import Engine, EngineOptions
@@ -20,6 +22,7 @@ from megatrain.engine.operations import Run
 from megatrain.engine.template import Templates, unit_seed
 from megatrain.engine.workspace import Shape
 from megatrain.errors import LaneError, UserError
+from megatrain.export import ExportTensor, write_model
 from megatrain.losses.cross_entropy import token_losses
 from megatrain.model_files import ModelFiles
 from megatrain.models.decoder import Decoder
@@ -116,7 +119,7 @@ class Model:
         self.config, self._seed = config, seed
         self._optimizer = optimizer or AdamW()
         self._max_grad_norm = max_grad_norm
-        self._source: Path | None = None
+        self._source: ModelFiles | None = None
         self._broken: str | None = None
         self._closed = False
         self._gradients_kept = False
@@ -126,9 +129,7 @@ class Model:
         try:
             compute = self._compute_dtype(compute_dtype)
             gradient = (
-                _DTYPES[_check_choice("compute.gradient_dtype", gradient_dtype, _DTYPES)]
-                if gradient_dtype
-                else compute
+                _DTYPES[_check_choice("compute.gradient_dtype", gradient_dtype, _DTYPES)] if gradient_dtype else compute
             )
             self._kernel = kernels.load(kernel)  # type: ignore[arg-type]
             decoder = Decoder(
@@ -143,10 +144,7 @@ class Model:
             budget = parse_bytes("placement.device_memory", device_memory)
             self._check_host(
                 parse_bytes("placement.host_memory", host_memory),
-                sum(
-                    Slab.nbytes(layout, compute) + layout.numel * gradient.itemsize
-                    for layout in layouts.values()
-                ),
+                sum(Slab.nbytes(layout, compute) + layout.numel * gradient.itemsize for layout in layouts.values()),
             )
             self._store = Store(
                 layouts,
@@ -165,9 +163,7 @@ class Model:
                 gradient_dtype=gradient,
                 device_memory=budget,
             )
-            self._engine = Engine(
-                self._device, self._store, templates, self._optimizer, self._kernel, options
-            )
+            self._engine = Engine(self._device, self._store, templates, self._optimizer, self._kernel, options)
         except BaseException:
             self._device.close()
             raise
@@ -191,9 +187,7 @@ class Model:
         folder = Path(path)
         files = ModelFiles(folder)
         try:
-            config = AutoConfig.from_pretrained(
-                folder, trust_remote_code=trust_remote_code, local_files_only=True
-            )
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
         except (ValueError, OSError, KeyError) as error:
             raise UserError(f"model.name_or_path: {folder}/config.json cannot be read: {error}") from error
         model = cls(config, trust_remote_code=trust_remote_code, **options)
@@ -202,7 +196,7 @@ class Model:
         except BaseException:
             model.close()
             raise
-        model._source = folder
+        model._source = files
         return model
 
     @classmethod
@@ -238,9 +232,7 @@ class Model:
             max_grad_norm=self._max_grad_norm,
         )
         if run.tokens == 0:
-            raise UserError(
-                "micro_batches: no label is a target (all are -100), so there is nothing to train on"
-            )
+            raise UserError("micro_batches: no label is a target (all are -100), so there is nothing to train on")
         self._gradients_kept = False
         self._complete(lambda: self._engine.train(run))
         *losses, norm, _ = run.result.tolist()
@@ -314,35 +306,37 @@ class Model:
         """Trained parameters; a tied matrix counts once."""
         return sum(unit.layout.num_parameters for unit in self._decoder.units)
 
-    def save_pretrained(
-        self, path: str | Path, dtype: str | None = None, progress: Progress | None = None
-    ) -> None:
+    def save_pretrained(self, path: str | Path, dtype: str | None = None, progress: Progress | None = None) -> None:
         """Write a Hugging Face checkpoint: the source's own files and config, the trained weights.
 
-        ``dtype`` is ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``None`` for the source's.
+        ``dtype`` is ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``None`` for the source's. The folder appears
+        when it is complete.
         """
         self._settle()
-        tensors = [
-            ExportTensor(
-                name, self._store.place(name)[1].shape, lambda name=name: self._store.master_blocks(name)
-            )
-            for name in self._store.parameter_names
-        ]
+        places = {name: self._store.place(name)[1] for name in self._store.parameter_names}
         write_model(
-            Path(path), tensors, dtype=dtype, source=self._source, config=self.config, progress=progress
+            path,
+            [ExportTensor(name, at.shape, partial(self._store.master_blocks, name)) for name, at in places.items()],
+            dtype=dtype,
+            source=self._source,
+            config=self.config,
+            tied=self._tied,
+            progress=progress,
         )
 
-    def save_state(self, path: str | Path, extra: dict[str, Any] | None = None) -> None:
+    def save_state(
+        self, path: str | Path, extra: dict[str, Any] | None = None, progress: Progress | None = None
+    ) -> None:
         """Write everything that training needs to go on bitwise: masters, moments, counters and ``extra`` (JSON)."""
         self._settle()
-        meta = {"step": self._step, "seed": self._seed, "extra": extra or {}}
-        save_state(Path(path), self._store, meta)
+        save_state(path, self._store, {"step": self._step, "seed": self._seed, "extra": extra or {}}, progress)
 
-    def load_state(self, path: str | Path) -> dict[str, Any]:
+    def load_state(self, path: str | Path, progress: Progress | None = None) -> dict[str, Any]:
         """Restore what `save_state` wrote, in place; returns its ``extra``."""
         self._settle()
-        meta = load_state(Path(path), self._store)
+        meta = load_state(path, self._store, progress)
         self._step, self._seed = int(meta["step"]), int(meta["seed"])
+        self._skipped_in_a_row, self._gradients_kept = 0, False
         self._engine.forget_weights()
         extra: dict[str, Any] = meta["extra"]
         return extra
@@ -370,8 +364,7 @@ class Model:
 
     def _load(self, files: ModelFiles, progress: Progress | None) -> None:
         expected = {name: self._store.place(name)[1].shape for name in self._store.parameter_names}
-        tied = {alias: owner for unit in self._decoder.units for alias, _, owner in unit.aliases}
-        files.check(expected, tied)
+        files.check(expected, self._tied, self._decoder.ignored_names)
         done, total = 0, sum(self._store.place(name)[1].numel for name in expected)
         for name in expected:
             for start, block in files.read_blocks(name):
@@ -389,6 +382,11 @@ class Model:
     def _checked(self, micro_batches: Sequence[MicroBatch]) -> list[HostBatch]:
         self._usable()
         return check_batches(micro_batches, self._vocab_size)
+
+    @property
+    def _tied(self) -> dict[str, str]:
+        """Alias -> owner of tied parameters."""
+        return {alias: owner for unit in self._decoder.units for alias, _, owner in unit.aliases}
 
     @property
     def _vocab_size(self) -> int:
@@ -425,9 +423,7 @@ class Model:
 
     def _usable(self) -> None:
         if self._closed:
-            raise UserError(
-                "this model is closed; load it again with Model.from_pretrained or Model.from_config"
-            )
+            raise UserError("this model is closed; load it again with Model.from_pretrained or Model.from_config")
         if self._broken is not None:
             raise UserError(
                 f"this model can no longer be used: {self._broken}. Its masters may be half updated: close it, load"

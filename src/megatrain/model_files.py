@@ -170,8 +170,7 @@ def _read_entries(folder: Path) -> dict[str, Entry]:
     if single.exists() and index.exists():
         raise UserError(
             f"{folder} has both {SINGLE} and {INDEX}: two sets of weights, and loaders differ in which they"
-            " take;"
-            " remove the one that is not meant"
+            " take; remove the one that is not meant"
         )
     if single.exists():
         return read_header(single)
@@ -188,8 +187,7 @@ def _read_shards(index: Path) -> dict[str, Entry]:
         count = sum(file in absent for file in weight_map.values())
         raise UserError(
             f"{folder}: {len(absent)} of {len(files)} shards that {INDEX} names are missing"
-            f" ({_some(absent)}), and"
-            f" with them {count} tensors; download those files"
+            f" ({_some(absent)}), and with them {count} tensors; download those files"
         )
     entries: dict[str, Entry] = {}
     twice, unlisted = [], []
@@ -209,8 +207,7 @@ def _read_shards(index: Path) -> dict[str, Entry]:
     found = [f"{len(names)} {what}: {_some(names)}" for what, names in problems.items() if names]
     if found:
         raise UserError(
-            f"{folder}: index and shards disagree: {'; '.join(found)}. Download the index and these shards"
-            " again"
+            f"{folder}: index and shards disagree: {'; '.join(found)}. Download these files again"
         )
     return entries
 
@@ -237,8 +234,7 @@ def _no_weights(folder: Path) -> UserError:
     )
     gguf = sorted(name for name in present if name.endswith(".gguf"))
     if "adapter_config.json" in present:
-        what = "an adapter (adapter_config.json), not a model; merge it into its base model with peft and"
-        " save that"
+        what = "an adapter (adapter_config.json), not a model; merge it into its base with peft and save that"
     elif shards:
         what = f"{_some(shards)}, but neither {SINGLE} nor {INDEX}; download the missing file"
     elif pickles:
@@ -249,11 +245,9 @@ def _no_weights(folder: Path) -> UserError:
         )
     elif gguf:
         what = (
-            f"{_some(gguf)}, a quantised inference format; use the original safetensors checkpoint of this"
-            " model,"
-            f" or dequantise it: from_pretrained('{folder}', gguf_file='{gguf[0]}') of transformers, then"
-            " save the"
-            " weights in a model built from its config without quantization_config"
+            f"{_some(gguf)}, an inference format; use the original safetensors checkpoint of this model, or"
+            f" dequantise it: from_pretrained('{folder}', gguf_file='{gguf[0]}') of transformers, then save"
+            " the weights in a model built from its config without quantization_config"
         )
     else:
         what = f"no weights: neither {SINGLE} nor {INDEX}; give the folder of a Hugging Face checkpoint"

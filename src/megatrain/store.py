@@ -7,23 +7,19 @@ parameter. With FP32 compute the head is the FP32 master itself and there is no 
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from megatrain.devices._pages import PAGE, ask_huge_pages
 from megatrain.errors import UserError
 from megatrain.kernels import Kernel
 from megatrain.layout import Layout, Parameter, ranges, round_up
 
-PAGE = 4096
 HUGE_PAGE = 2 << 20
 BLOCK = 1 << 22
 """Elements that are converted at a time: 16 MiB of FP32."""
-
-_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 
 
 class Arena:
@@ -39,15 +35,8 @@ class Arena:
                 " free memory or choose a smaller model"
             ) from error
         self.memory = torch.frombuffer(mapping, dtype=torch.uint8)
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        self._advise(_MADV_HUGEPAGE, 0, self.nbytes)
+        ask_huge_pages(self.memory)
         self._used = 0
-
-    def populate(self, threads: int) -> None:
-        """Touch every page, ``threads`` at a time: what pinning needs, and placed near the threads that touch."""
-        pieces = list(ranges(self.nbytes, 64 << 20))
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(lambda piece: self._populate(*piece), pieces))
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The next ``numel`` elements, page-aligned and zero."""
@@ -55,14 +44,6 @@ class Arena:
         piece = self.memory[self._used : self._used + numel * dtype.itemsize].view(dtype)
         self._used += nbytes
         return piece
-
-    def _advise(self, advice: int, start: int, length: int) -> bool:
-        address = ctypes.c_void_p(self.memory.data_ptr() + start)
-        return bool(self._libc.madvise(address, ctypes.c_size_t(length), advice) == 0)
-
-    def _populate(self, start: int, end: int) -> None:
-        if not self._advise(_MADV_POPULATE_WRITE, start, end - start):  # before Linux 5.14
-            self.memory[start:end:PAGE] = 0
 
 
 class Slab:

@@ -166,9 +166,7 @@ def test_reference_is_bitwise_fused_adamw_over_ten_steps(threads: int, betas: tu
     finally:
         torch.set_num_threads(before)
     state = oracle.state[parameter]
-    assert_same_bits(
-        [master, exp_avg, exp_avg_sq], [parameter.detach(), state["exp_avg"], state["exp_avg_sq"]]
-    )
+    assert_same_bits([master, exp_avg, exp_avg_sq], [parameter.detach(), state["exp_avg"], state["exp_avg_sq"]])
 
 
 def test_units_updated_one_after_another_get_one_bias_correction() -> None:
@@ -215,9 +213,7 @@ def float64(value: float) -> float:
     return float(np.float32(value))
 
 
-@pytest.mark.parametrize(
-    "kernel", [REFERENCE, *NATIVES], ids=lambda kernel: getattr(kernel, "isa", "reference")
-)
+@pytest.mark.parametrize("kernel", [REFERENCE, *NATIVES], ids=lambda kernel: getattr(kernel, "isa", "reference"))
 @pytest.mark.parametrize("kind", ["normal", "denormal", "extreme"])
 @pytest.mark.parametrize("grad_scale", [1.0, 0.7])
 def test_each_result_is_within_two_ulp_of_its_largest_term(kernel: Any, kind: str, grad_scale: float) -> None:
@@ -271,18 +267,14 @@ def sweep(kernel: Any, begin: int, end: int) -> None:
     assert np.array_equal(head.view(torch.int16).numpy().view(np.uint16), expected.astype(np.uint16))
 
 
-@pytest.mark.parametrize(
-    "kernel", [REFERENCE, *NATIVES], ids=lambda kernel: getattr(kernel, "isa", "reference")
-)
+@pytest.mark.parametrize("kernel", [REFERENCE, *NATIVES], ids=lambda kernel: getattr(kernel, "isa", "reference"))
 @pytest.mark.parametrize("top", [0x0000, 0x007F, 0x3F80, 0x7F7F, 0x7F80, 0x7FFF, 0x8000, 0xFF80, 0xFFFF])
 def test_split_round_trips_around_every_special_value(kernel: Any, top: int) -> None:
     """All 65,536 patterns under a head: zeros, denormals, one, the largest, infinities, NaNs, the last."""
     sweep(kernel, top << 16, (top + 1) << 16)
 
 
-@pytest.mark.parametrize(
-    "kernel", [REFERENCE, *NATIVES], ids=lambda kernel: getattr(kernel, "isa", "reference")
-)
+@pytest.mark.parametrize("kernel", [REFERENCE, *NATIVES], ids=lambda kernel: getattr(kernel, "isa", "reference"))
 @given(first=st.integers(0, 2**32 - 5000), count=st.integers(1, 5000))
 @settings(deadline=None, max_examples=30)
 def test_split_round_trips(kernel: Any, first: int, count: int) -> None:
@@ -290,9 +282,7 @@ def test_split_round_trips(kernel: Any, first: int, count: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kernel", [REFERENCE, *NATIVES], ids=lambda kernel: getattr(kernel, "isa", "reference")
-)
+@pytest.mark.parametrize("kernel", [REFERENCE, *NATIVES], ids=lambda kernel: getattr(kernel, "isa", "reference"))
 def test_split_round_trips_for_all_patterns(kernel: Any) -> None:
     step = 1 << 24
     for begin in range(0, 1 << 32, step):
@@ -319,9 +309,7 @@ def test_flush_to_zero_of_the_caller_changes_nothing(native: NativeKernel) -> No
 def test_numpy_arrays_give_the_same_bits(native: NativeKernel) -> None:
     expected = random_state(3, 5000, "normal", True, True)
     arrays = [
-        tensor.clone().view(torch.uint16).numpy()
-        if tensor.dtype == torch.bfloat16
-        else tensor.clone().numpy()
+        tensor.clone().view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.clone().numpy()
         for tensor in expected
         if tensor is not None
     ]
@@ -344,9 +332,7 @@ def test_numpy_arrays_give_the_same_bits(native: NativeKernel) -> None:
         ({"exp_avg": torch.zeros(2, 4)}, ValueError, "one-dimensional"),
     ],
 )
-def test_wrong_buffers_are_refused(
-    kernel: Any, change: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_wrong_buffers_are_refused(kernel: Any, change: dict[str, Any], error: type[Exception], message: str) -> None:
     arguments = {name: torch.zeros(8) for name in ("head", "exp_avg", "exp_avg_sq", "grad")}
     with pytest.raises(error, match=message):
         kernel.adamw(**({"tail": None, "step": 1} | arguments | SETTINGS | change))
@@ -448,7 +434,5 @@ def test_load_names() -> None:
 
     assert kernels.load("reference").name == "reference"
     assert kernels.load("auto") is kernels.load("auto")
-    with pytest.raises(
-        UserError, match="optimizer kernel 'fast' is unknown; choose auto, native or reference"
-    ):
+    with pytest.raises(UserError, match="optimizer kernel 'fast' is unknown; choose auto, native or reference"):
         kernels.load("fast")  # type: ignore[arg-type]

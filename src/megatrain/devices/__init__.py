@@ -30,9 +30,7 @@ class Device(ABC):
     """Whether released buffers are filled with NaN, so that a late reader is noticed."""
 
     @abstractmethod
-    def submit(
-        self, ticket: Ticket, label: str, unit: str, run: Callable[[], None], waits: Sequence[Ticket]
-    ) -> None:
+    def submit(self, ticket: Ticket, label: str, unit: str, run: Callable[[], None], waits: Sequence[Ticket]) -> None:
         """Queue ``run`` on lane ``ticket[0]``. Returns at once; never blocks on the lanes."""
 
     @abstractmethod
@@ -86,9 +84,7 @@ def open_device(name: str) -> Device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            "placement.device: cuda: no CUDA device is visible; use device=cpu, or check the driver"
-        )
+        raise UserError("placement.device: cuda: no CUDA device is visible; use device=cpu, or check the driver")
     try:
         module = import_module(f"megatrain.devices.{name}")
     except ModuleNotFoundError as error:

@@ -15,13 +15,9 @@ class _LiveBytes(TorchDispatchMode):
     """Counts the bytes of storages created under it and still alive."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def know(self, tensor: torch.Tensor) -> None:
-        """Leave a tensor that existed before out of the count."""
-        self._seen.add(tensor.untyped_storage())
 
     def _created(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()

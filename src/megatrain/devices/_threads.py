@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from megatrain.errors import LaneError
 
@@ -43,15 +44,12 @@ class ThreadLanes:
         self._closing = False
         self.failure: LaneError | None = None
         self._threads = [
-            threading.Thread(target=self._work, args=(lane,), name=f"megatrain-{lane}", daemon=True)
-            for lane in lanes
+            threading.Thread(target=self._work, args=(lane,), name=f"megatrain-{lane}", daemon=True) for lane in lanes
         ]
         for thread in self._threads:
             thread.start()
 
-    def submit(
-        self, ticket: Ticket, label: str, unit: str, run: Callable[[], None], waits: Sequence[Ticket]
-    ) -> None:
+    def submit(self, ticket: Ticket, label: str, unit: str, run: Callable[[], None], waits: Sequence[Ticket]) -> None:
         """Queue an operation on its lane."""
         with self._condition:
             self._queues[ticket[0]].append(Job(ticket, label, unit, run, waits))
@@ -98,12 +96,7 @@ class ThreadLanes:
                 if self._closing and (not queue or self.failure is not None):
                     return
                 job = queue[0]
-                self._condition.wait_for(
-                    lambda job=job: (
-                        self.failure is not None
-                        or all(self._done[other] > index for other, index in job.waits)
-                    )
-                )
+                self._condition.wait_for(partial(self._may_start, job))
                 stopped = self.failure is not None
             error = None if stopped else self._attempt(job)
             with self._condition:
@@ -112,6 +105,9 @@ class ThreadLanes:
                 queue.popleft()
                 self._done[lane] += 1
                 self._condition.notify_all()
+
+    def _may_start(self, job: Job) -> bool:
+        return self.failure is not None or all(self._done[other] > index for other, index in job.waits)
 
     def _attempt(self, job: Job) -> LaneError | None:
         try:

@@ -17,9 +17,7 @@ class CpuDevice(HostMemoryDevice):
     def __init__(self) -> None:
         self._lanes = ThreadLanes(LANES, perform=lambda _, run: run(), await_other=lambda _, __: None)
 
-    def submit(
-        self, ticket: Ticket, label: str, unit: str, run: Callable[[], None], waits: Sequence[Ticket]
-    ) -> None:
+    def submit(self, ticket: Ticket, label: str, unit: str, run: Callable[[], None], waits: Sequence[Ticket]) -> None:
         self._lanes.submit(ticket, label, unit, run, waits)
 
     def wait(self, ticket: Ticket) -> None:

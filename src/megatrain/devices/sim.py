@@ -28,9 +28,7 @@ class SimDevice(HostMemoryDevice):
         self._done: dict[str, int] = dict.fromkeys(LANES, 0)
         self._failure: LaneError | None = None
 
-    def submit(
-        self, ticket: Ticket, label: str, unit: str, run: Callable[[], None], waits: Sequence[Ticket]
-    ) -> None:
+    def submit(self, ticket: Ticket, label: str, unit: str, run: Callable[[], None], waits: Sequence[Ticket]) -> None:
         self._queues[ticket[0]].append(Job(ticket, label, unit, run, waits))
 
     def wait(self, ticket: Ticket) -> None:

@@ -65,9 +65,7 @@ def check_batch(batch: Mapping[str, torch.Tensor], name: str, vocab_size: int) -
         positions = None if positions is None else positions.gather(1, columns)
         padding = torch.arange(ids.shape[1])[None, :] >= (mask != 0).sum(1, keepdim=True)
         if bool((labels[padding] != IGNORED).any()):
-            raise UserError(
-                f"{name}.labels: a position that attention_mask hides has a label; use {IGNORED} there"
-            )
+            raise UserError(f"{name}.labels: a position that attention_mask hides has a label; use {IGNORED} there")
     target = torch.full_like(labels, IGNORED)
     target[:, :-1] = labels[:, 1:]
     index = (target.flatten() != IGNORED).nonzero().flatten()

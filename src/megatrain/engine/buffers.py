@@ -57,14 +57,19 @@ class Table:
 
     def __init__(self, memory: DeviceMemory, poisons: bool) -> None:
         self._values: dict[Buffer, Any] = {}
-        self._fixed: set[Buffer] = set()
+        self._fixed: dict[Buffer, None] = {}
         self._charged: dict[Buffer, int] = {}
         self._memory, self._poisons = memory, poisons
 
     def fix(self, name: Buffer, tensor: torch.Tensor) -> None:
         """Enter a buffer that stays."""
         self._values[name] = tensor
-        self._fixed.add(name)
+        self._fixed[name] = None
+
+    @property
+    def fixed_names(self) -> tuple[Buffer, ...]:
+        """Names of all buffers that stay."""
+        return tuple(self._fixed)
 
     def get(self, name: Buffer) -> Any:
         """Content of a buffer; ``KeyError`` when nothing has been put there."""
@@ -76,6 +81,8 @@ class Table:
         nbytes = _nbytes(value) if name[0] in ("act", "graph", "batch", "context", "dhid") else 0
         self._values[name], self._charged[name] = value, nbytes
         self._memory.charge(str(name[0]), nbytes)
+        if nbytes:
+            self._memory.check(0, f"{name[0]} of {name[1]}")
 
     def drop(self, name: Buffer) -> None:
         """Forget a buffer that an operation produced."""

@@ -16,6 +16,7 @@ from megatrain.engine.program import Buffer, Builder, Op, Policy, UnitSpec
 from megatrain.engine.schedule import WaitTracker
 from megatrain.engine.template import Templates
 from megatrain.engine.workspace import Need, Shape, Workspaces, planned_peak
+from megatrain.errors import UserError
 from megatrain.kernels import Kernel
 from megatrain.optimizers import Optimizer
 from megatrain.store import Store
@@ -80,8 +81,9 @@ class Engine:
     def admit(self, shapes: Sequence[Shape], *, training: bool) -> None:
         """Raise `UserError` when micro-batches of these shapes cannot run within the budget."""
         keep = self._options.keep_activations and training
-        if not all(self._workspaces.knows(shape, keep=keep) for shape in shapes):
-            self._device.drain()  # measuring borrows the buffers
+        for shape in shapes:
+            if not self._workspaces.knows(shape, keep=keep):
+                self._measure(shape, keep=keep)
         needs = [self._workspaces.need(shape, keep=keep) for shape in shapes]
         builder = Builder(self._builder.units, self._options.slots, self._builder.policy)
         ops = builder.training_step(len(shapes)) if training else builder.scoring(len(shapes))
@@ -104,6 +106,30 @@ class Engine:
     def close(self) -> None:
         """Drop every buffer."""
         self._table.clear()
+
+    def _measure(self, shape: Shape, *, keep: bool) -> None:
+        """Measure on the compute lane, whose allocations and streams are the step's; borrows every buffer."""
+        failure: list[Exception] = []
+
+        def measure() -> None:
+            try:
+                self._workspaces.measure(shape, keep=keep)
+            except (UserError, torch.OutOfMemoryError) as error:  # no fault of the lane
+                failure.append(error)
+
+        ticket, waits = self._tracker.add(Op(kind="MEASURE", lane="compute", writes=self._table.fixed_names))
+        self._device.submit(ticket, f"MEASURE {shape}", "", measure, waits)
+        self._device.wait(ticket)
+        if not failure:
+            return
+        if isinstance(failure[0], UserError):
+            raise failure[0]
+        budget = self._options.device_memory
+        limit = "the device's memory" if budget is None else f"{budget / 2**20:.1f} MiB"
+        raise UserError(
+            f"placement.device_memory: {limit} is too small for a micro-batch of {shape.rows} x {shape.tokens} tokens;"
+            " use shorter sequences or fewer rows a micro-batch"
+        ) from failure[0]
 
     def _admit(self, batches: Sequence[HostBatch], *, training: bool) -> None:
         self.admit([Shape.of(batch) for batch in batches], training=training)

@@ -89,9 +89,7 @@ class WaitTracker:
         """Drop the clocks that no buffer refers to any more, so that memory does not grow with the steps."""
         if len(self._known) < 50_000:
             return
-        live = {use.writer for use in self._uses.values()} | {
-            r for use in self._uses.values() for r in use.readers
-        }
+        live = {use.writer for use in self._uses.values()} | {r for use in self._uses.values() for r in use.readers}
         live |= {(lane, count - 1) for lane, count in self._counts.items()}
         self._known = {ticket: clock for ticket, clock in self._known.items() if ticket in live}
 

@@ -25,7 +25,7 @@ Slots = Mapping[str, torch.Tensor]
 
 @dataclass(slots=True)
 class Batch:
-    """One micro-batch on the device. ``index [n]`` says which of the ``batch * tokens`` rows predict ``targets [n]``."""
+    """One micro-batch on the device; ``index [n]`` are the flat positions that predict ``targets [n]``."""
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor | None
@@ -76,9 +76,7 @@ def norm_squared(flat: torch.Tensor) -> torch.Tensor:
 class Templates:
     """Binds weights to a decoder's modules and runs them, one unit at a time."""
 
-    def __init__(
-        self, decoder: Decoder, token_loss: TokenLoss, device: torch.device, chunk_tokens: int
-    ) -> None:
+    def __init__(self, decoder: Decoder, token_loss: TokenLoss, device: torch.device, chunk_tokens: int) -> None:
         self.decoder, self._token_loss, self._device = decoder, token_loss, device
         self.chunk_tokens = chunk_tokens
         self._units = {unit.name: unit for unit in decoder.units}
@@ -196,7 +194,8 @@ class Templates:
     ) -> tuple[torch.Tensor, list[Arguments]]:
         if unit.name == EMBEDDING:
             return self.decoder.prologue(weights, batch.input_ids, batch.position_ids)
-        assert hidden is not None and context is not None
+        assert hidden is not None
+        assert context is not None
         arguments = context[self.decoder.units.index(unit) - 1]
         return self.decoder.layer(unit, weights, hidden, arguments), context
 
@@ -216,11 +215,12 @@ def _add(layout: Layout, flat: torch.Tensor, grads: Sequence[torch.Tensor | None
         for start, end in gaps(layout):
             flat[start:end].zero_()
     for target, grad in zip(views(layout, flat).values(), grads, strict=True):
-        if first and grad is None:
-            target.zero_()
+        if grad is None:
+            if first:
+                target.zero_()
         elif first:
             target.copy_(grad)
-        elif grad is not None:
+        else:
             target += grad
 
 

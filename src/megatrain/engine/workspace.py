@@ -15,8 +15,8 @@ from megatrain.devices import Device
 from megatrain.engine.batches import HostBatch
 from megatrain.engine.buffers import _nbytes
 from megatrain.engine.program import Buffer, Op
-from megatrain.engine.template import Batch, Slots, Templates
-from megatrain.models.decoder import EMBEDDING, HEAD, Unit
+from megatrain.engine.template import Batch, Graph, Templates
+from megatrain.models.decoder import EMBEDDING, HEAD, Arguments, Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,64 +66,60 @@ class Workspaces:
         return any(known == keep and other.covers(shape) for other, known in self._known)
 
     def need(self, shape: Shape, *, keep: bool) -> Need:
-        """Need of the smallest known shape that covers this one; measures it when there is none."""
+        """Need of the smallest measured shape that covers this one."""
         covering = [k for k in self._known if k[1] == keep and k[0].covers(shape)]
-        if covering:
-            return self._known[min(covering, key=lambda k: k[0].rows * k[0].tokens)]
-        measured = self._measure(shape, keep=keep)
-        self._known[shape, keep] = measured
-        return measured
+        return self._known[min(covering, key=lambda k: k[0].rows * k[0].tokens)]
 
-    def _measure(self, shape: Shape, *, keep: bool) -> Need:
-        decoder, peak, held = (
-            self._templates.decoder,
-            dict[tuple[str, int], int](),
-            dict[tuple[str, int], int](),
-        )
-        units = {unit.structure: unit for unit in reversed(decoder.units)}
-        batch = self._example(shape)
-        held["batch", -1] = _nbytes([batch.input_ids, batch.position_ids, batch.index, batch.targets])
+    def measure(self, shape: Shape, *, keep: bool) -> None:
+        """Run every kind of unit once on a batch of the shape, on the lane and the stream of the caller."""
+        decoder, batch = self._templates.decoder, self._example(shape)
         embedding, head = decoder.units[0], decoder.units[-1]
         hidden, context, _ = self._forward(embedding, batch, None, None, keep=False)
-        held["context", -1] = _nbytes(context)
-        held["act", -1] = _nbytes(hidden)
-        seed = 0 if decoder.dropout else None
-        for structure, unit in units.items():
+        need = Need(
+            peak={},
+            held={
+                ("batch", -1): _nbytes([batch.input_ids, batch.position_ids, batch.index, batch.targets]),
+                ("context", -1): _nbytes(context),
+                ("act", -1): _nbytes(hidden),
+            },
+        )
+        for unit in {unit.structure: unit for unit in reversed(decoder.units)}.values():
             if unit.name == HEAD:
-                continue
-            source = None if unit.name == EMBEDDING else hidden
-            slots = self._slots(unit)
+                self._measure_head(head, batch, hidden, need)
+            else:
+                self._measure_unit(unit, batch, hidden, context, need, keep=keep)
+        self._known[shape, keep] = need
 
-            def forward(unit: Unit = unit, source: torch.Tensor | None = source) -> object:
-                return self._forward(unit, batch, source, context, keep=keep)
+    def _measure_unit(
+        self, unit: Unit, batch: Batch, hidden: torch.Tensor, context: list[Arguments], need: Need, *, keep: bool
+    ) -> None:
+        source = None if unit.name == EMBEDDING else hidden
+        slots, gradient = self._slots(unit), self._gradient(unit.name)
+        seed = 0 if self._templates.decoder.dropout else None
+        need.peak["FORWARD", unit.structure] = self._device.workspace(
+            lambda: self._forward(unit, batch, source, context, keep=keep)
+        )
+        graph = self._forward(unit, batch, source, context, keep=True)[2] if keep else None
+        need.held["graph", unit.structure] = 0 if graph is None else graph.nbytes
+        need.peak["BACKWARD", unit.structure] = self._device.workspace(
+            lambda: self._templates.backward(
+                unit, slots, batch, source, context, graph, hidden, gradient, seed, first=True
+            )
+        )
 
-            peak["FORWARD", structure] = self._device.workspace(forward)
-            graph = self._forward(unit, batch, source, context, keep=True)[2] if keep else None
-            held["graph", structure] = graph.nbytes if graph is not None else 0
-            gradient = self._gradient(unit.name)
-
-            def backward(
-                unit: Unit = unit, slots: Slots = slots, source: torch.Tensor | None = source
-            ) -> object:
-                return self._templates.backward(
-                    unit, slots, batch, source, context, graph, hidden, gradient, seed, first=True
-                )
-
-            peak["BACKWARD", structure] = self._device.workspace(backward)
-            del graph
+    def _measure_head(self, head: Unit, batch: Batch, hidden: torch.Tensor, need: Need) -> None:
         slots = self._slots(head)
         gradients = {name: self._gradient(name) for name in slots}
-        peak["LOSS", head.structure] = self._device.workspace(
+        need.peak["LOSS", head.structure] = self._device.workspace(
             lambda: self._templates.loss(head, slots, batch, hidden, gradients, 1.0, first=True)
         )
-        peak["SCORE", head.structure] = self._device.workspace(
+        need.peak["SCORE", head.structure] = self._device.workspace(
             lambda: self._templates.score(head, slots, batch, hidden)
         )
-        return Need(peak, held)
 
     def _forward(
-        self, unit: Unit, batch: Batch, hidden: torch.Tensor | None, context: object, *, keep: bool
-    ) -> tuple[torch.Tensor, list[dict[str, object]], object]:
+        self, unit: Unit, batch: Batch, hidden: torch.Tensor | None, context: list[Arguments] | None, *, keep: bool
+    ) -> tuple[torch.Tensor, list[Arguments], Graph | None]:
         seed = 0 if self._templates.decoder.dropout else None
         return self._templates.forward(unit, self._slots(unit), batch, hidden, context, seed, keep=keep)
 
@@ -135,9 +131,7 @@ class Workspaces:
         where = self._device.torch_device
         tokens = shape.rows * shape.tokens
         ids = torch.zeros(shape.rows, shape.tokens, dtype=torch.int64, device=where)
-        positions = torch.arange(shape.tokens, device=where).expand(shape.rows, -1) % max(
-            1, shape.tokens // 2
-        )
+        positions = torch.arange(shape.tokens, device=where).expand(shape.rows, -1) % max(1, shape.tokens // 2)
         rows = torch.arange(tokens, device=where)
         return Batch(ids, positions.contiguous() if shape.packed else None, rows, torch.zeros_like(rows))
 

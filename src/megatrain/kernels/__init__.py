@@ -103,7 +103,7 @@ def _automatic() -> Kernel:
     except NativeUnavailable as error:
         reason = str(error)
     _logger.warning(
-        "using the plain torch optimizer kernel, about %d times slower than the native one: %s",
+        "the native optimizer kernel is not usable, the plain torch one is (about %d times slower): %s",
         REFERENCE_SLOWDOWN,
         reason,
     )

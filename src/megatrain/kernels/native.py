@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import importlib.util
 import os
+import struct
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +27,8 @@ if TYPE_CHECKING:
 _EXTENSION = "megatrain.kernels._native"
 _INTERFACE = 1
 _HOW_TO_BUILD = (
-    "install a C++17 compiler and reinstall with `pip install --force-reinstall --no-deps -v megatrain`"
+    "to build it, install a C++17 compiler and reinstall MegaTrain with `pip install -v`, "
+    "or run `make native` in a checkout"
 )
 
 
@@ -120,23 +124,36 @@ class NativeKernel:
 
 @cache
 def _load_extension() -> ModuleType:
+    spec = importlib.util.find_spec(_EXTENSION)
+    if spec is None or spec.origin is None:
+        raise NativeUnavailable(f"it was not built; {_HOW_TO_BUILD}")
     try:
+        _refuse_truncated(Path(spec.origin))
         extension = importlib.import_module(_EXTENSION)
-    except ModuleNotFoundError as error:
-        if error.name != _EXTENSION:
-            raise
-        raise NativeUnavailable(
-            f"it was not built ({_HOW_TO_BUILD} to see the compiler's messages)"
-        ) from error
     except ImportError as error:
-        raise NativeUnavailable(f"it failed to load: {error} ({_HOW_TO_BUILD})") from error
+        raise NativeUnavailable(f"it failed to load: {error}; {_HOW_TO_BUILD}") from error
     found = getattr(extension, "INTERFACE", None)
     if found != _INTERFACE:
         raise NativeUnavailable(
-            f"it is of another version: interface {found}, not {_INTERFACE} ({_HOW_TO_BUILD})"
+            f"it is of another version: interface {found}, not {_INTERFACE}; {_HOW_TO_BUILD}"
         )
     atexit.register(extension.shutdown)
     return extension
+
+
+def _refuse_truncated(library: Path) -> None:
+    """ImportError if the file ends before its ELF section table, which comes last in it.
+
+    The loader maps the file without looking, and a page beyond its end kills the process with SIGBUS.
+    """
+    with library.open("rb") as file:
+        header = file.read(64)
+    if len(header) == 64 and header.startswith(b"\x7fELF\x02\x01"):  # 64-bit, little-endian
+        (table_offset,) = struct.unpack_from("<Q", header, 0x28)
+        entry_size, entries = struct.unpack_from("<HH", header, 0x3A)
+        size = library.stat().st_size
+        if size < table_offset + entry_size * entries:
+            raise ImportError(f"{library} is cut off after {size} bytes")
 
 
 def _self_test(kernel: NativeKernel) -> None:
@@ -158,7 +175,7 @@ def _self_test(kernel: NativeKernel) -> None:
     wide = grad.astype(np.float64)
     expected = master * (1 - 0.125 * 0.25) - 0.125 * wide / (np.abs(wide) + 0.5)
     if not exact or not np.allclose(result, expected, rtol=0, atol=1e-6):
-        raise NativeUnavailable(f"its self-test failed with {kernel.isa} ({_HOW_TO_BUILD})")
+        raise NativeUnavailable(f"its self-test failed with {kernel.isa}; {_HOW_TO_BUILD}")
 
 
 def _address(name: str, buffer: Any, *allowed: str) -> int:

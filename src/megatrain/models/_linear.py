@@ -28,7 +28,7 @@ class StreamedLinear(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.gradient is None:
             return nn.functional.linear(hidden, self.weight)
-        result: torch.Tensor = _SummedLinear.apply(hidden, self.weight, self.gradient)
+        result: torch.Tensor = _SummedLinear.apply(hidden, self.weight, self.gradient)  # type: ignore[no-untyped-call]
         return result
 
 

@@ -34,8 +34,7 @@ def build_skeleton(
             )
         except (ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
             raise UserError(
-                f"model: transformers cannot build model type {config.model_type!r} as a causal language model:"
-                f" {error}"
+                f"model: transformers cannot build model type {config.model_type!r} as a causal language model: {error}"
             ) from error
     model.config.use_cache = False
     return model
@@ -50,7 +49,7 @@ def _parameters_on_meta() -> Iterator[None]:
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         register(module, name, param)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

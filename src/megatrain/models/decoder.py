@@ -8,7 +8,7 @@ masks, embedding scales and logit caps are thus the model's own code, and no fam
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,9 +102,7 @@ class Decoder:
         ties = dict(causal.all_tied_weights_keys or {})
         shapes = {name: tuple(p.shape) for name, p in causal.named_parameters(remove_duplicate=False)}
         layer_prefix, norm_prefix = f"{prefix}.layers.", f"{prefix}.norm."
-        outer = {
-            k: v for k, v in shapes.items() if not k.startswith(prefix + ".") or k.startswith(norm_prefix)
-        }
+        outer = {k: v for k, v in shapes.items() if not k.startswith(prefix + ".") or k.startswith(norm_prefix)}
         inner = {
             k.removeprefix(prefix + "."): v
             for k, v in shapes.items()
@@ -122,6 +120,7 @@ class Decoder:
         base.layers = nn.ModuleList(_Stub(layer, self._calls) for layer in layers)
         base.norm = nn.Identity()
         setattr(causal, prefix, _ChunkBase(norm))
+        self._linear_name = ""
         self._linear = self._stream_output(causal)
         for module in (base, causal, *self._templates.values()):
             move_buffers(module, device)
@@ -135,9 +134,7 @@ class Decoder:
         arguments = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
         functional_call(self._base, dict(weights), args=(), kwargs=arguments)
         if len(self._calls) != len(self.units) - 2:
-            raise self._unsupported(
-                f"its forward calls {len(self._calls)} of its {len(self.units) - 2} layers"
-            )
+            raise self._unsupported(f"its forward calls {len(self._calls)} of its {len(self.units) - 2} layers")
         hidden = self._calls[0][0]
         if any(other is not hidden for other, _ in self._calls):
             raise self._unsupported("its forward changes the hidden state between layers")
@@ -153,9 +150,7 @@ class Decoder:
         result: torch.Tensor = output[0] if isinstance(output, tuple) else output
         return result
 
-    def logits(
-        self, weights: Weights, hidden: torch.Tensor, head_gradient: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def logits(self, weights: Weights, hidden: torch.Tensor, head_gradient: torch.Tensor | None = None) -> torch.Tensor:
         """Logits ``[n, vocab]`` of hidden states ``[n, width]``: final norm, head, and what the model adds.
 
         With ``head_gradient`` the backward adds the output matrix's gradient to it, and autograd sees none.
@@ -170,6 +165,11 @@ class Decoder:
     def output_matrix(self) -> str | None:
         """Local name of the output matrix when its gradient can be summed in place."""
         return None if self._linear is None else self._linear_name
+
+    @property
+    def ignored_names(self) -> Sequence[str]:
+        """Patterns of tensor names in checkpoints that this family ignores."""
+        return tuple(self._causal._keys_to_ignore_on_load_unexpected or ())
 
     def train(self, mode: bool) -> None:
         """Switch dropout on or off, where the model has any."""
@@ -209,9 +209,7 @@ class Decoder:
             return None
         streamed = StreamedLinear(output.weight)
         causal.set_output_embeddings(streamed)
-        self._linear_name = next(
-            name + ".weight" for name, module in causal.named_modules() if module is streamed
-        )
+        self._linear_name = next(name + ".weight" for name, module in causal.named_modules() if module is streamed)
         return streamed
 
     def _require(self, part: Any, what: str) -> Any:

@@ -1,0 +1,37 @@
+"""Advice to the kernel about host pages."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from megatrain.layout import ranges
+
+PAGE = 4096
+_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
+_PIECE = 64 << 20
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def ask_huge_pages(memory: torch.Tensor) -> None:
+    """Prefer huge pages for page-aligned memory; a kernel without them ignores it."""
+    _advise(memory.data_ptr(), memory.numel(), _MADV_HUGEPAGE)
+
+
+def populate(memory: torch.Tensor) -> None:
+    """Touch every page, on all allowed cores: pinning would do it on one, and pages lie near who touches them."""
+
+    def touch(piece: tuple[int, int]) -> None:
+        start, end = piece
+        if not _advise(memory.data_ptr() + start, end - start, _MADV_POPULATE_WRITE):  # before Linux 5.14
+            memory[start:end:PAGE] = 0
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(touch, ranges(memory.numel(), _PIECE)))
+
+
+def _advise(address: int, length: int, advice: int) -> bool:
+    return bool(_libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), advice) == 0)

@@ -1,0 +1,167 @@
+"""One NVIDIA GPU: a lane is a thread that issues work, and a stream that runs it.
+
+A thread of its own for each lane, because a wait for host work (a FETCH that needs an UPDATE) must hold up neither
+kernels nor copies that are ready. Between streams an operation waits by an event on the device; the host blocks only in
+the optimizer lane, and where the user's thread waits for a result.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import torch
+
+from megatrain.devices import LANES, Device, Ticket
+from megatrain.devices._pages import populate
+from megatrain.devices._threads import ThreadLanes
+from megatrain.errors import UserError
+from megatrain.layout import ranges
+
+_log = logging.getLogger(__name__)
+
+REGISTER_PIECE = 1 << 30
+"""Bytes registered in one call: some drivers refuse more than 2 GiB, or fail above 512 GiB in all at once."""
+
+CAP_SLACK = 256 << 20
+"""Bytes above the budget at which the process is cut off: the allocator's blocks are coarser than tensors."""
+
+
+class CudaDevice(Device):
+    """The current CUDA device."""
+
+    name = "cuda"
+    poisons = False
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        streams = {lane: torch.cuda.Stream(self.torch_device) for lane in LANES if lane != "optimizer"}
+        self._streams = streams
+        self._events: dict[str, dict[int, torch.cuda.Event]] = {lane: {} for lane in streams}
+        self._complete: dict[str, int] = dict.fromkeys(streams, -1)
+        self._starts: list[int] = []
+        self._pieces: dict[int, int] = {}
+        self._warned = False
+        self._lanes = ThreadLanes(LANES, perform=self._perform, await_other=self._await_other)
+
+    def submit(self, ticket: Ticket, label: str, unit: str, run: Callable[[], None], waits: Sequence[Ticket]) -> None:
+        self._lanes.submit(ticket, label, unit, run, waits)
+
+    def wait(self, ticket: Ticket) -> None:
+        self._lanes.wait(ticket)
+        event = self._event(ticket)
+        if event is not None:
+            event.synchronize()
+
+    def drain(self) -> None:
+        self._lanes.drain()
+        torch.cuda.synchronize(self.torch_device)
+
+    def abort(self) -> None:
+        self._lanes.abort()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        host = source if target.is_cuda else target
+        itemsize = host.element_size()
+        begin = host.data_ptr()
+        cuts = [0]
+        for start in self._starts[bisect_right(self._starts, begin) :]:
+            if start >= begin + host.numel() * itemsize:
+                break
+            cuts.append((start - begin) // itemsize)
+        for first, last in zip(cuts, [*cuts[1:], host.numel()], strict=True):
+            _flat(target, first, last).copy_(_flat(source, first, last), non_blocking=True)
+
+    def register(self, memory: torch.Tensor) -> None:
+        cudart = torch.cuda.cudart()
+        populate(memory)
+        for start, end in ranges(memory.numel(), REGISTER_PIECE):
+            address = memory.data_ptr() + start
+            code = int(cudart.cudaHostRegister(address, end - start, 0))
+            if code == 0:
+                self._pieces[address] = end - start
+            elif not self._warned:
+                self._warned = True
+                _log.warning(
+                    "pinned memory: the driver refused to register host memory (error %d after %.1f GiB); copies of"
+                    " the rest are pageable and several times slower. Raise the locked-memory limit (ulimit -l), or"
+                    " on WSL the share of RAM that may be pinned",
+                    code,
+                    sum(self._pieces.values()) / 2**30,
+                )
+        self._starts = sorted(self._pieces)
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        torch.cuda.synchronize(self.torch_device)
+        cudart = torch.cuda.cudart()
+        for start, _ in ranges(memory.numel(), REGISTER_PIECE):
+            if self._pieces.pop(memory.data_ptr() + start, None) is not None:
+                cudart.cudaHostUnregister(memory.data_ptr() + start)
+        self._starts = sorted(self._pieces)
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        major, minor = torch.cuda.get_device_capability(self.torch_device)
+        if dtype is torch.bfloat16 and (major, minor) < (8, 0):
+            raise UserError(
+                f"compute.dtype: bfloat16 needs compute capability 8.0, and {torch.cuda.get_device_name()} has"
+                f" {major}.{minor}; set compute.dtype=float32"
+            )
+
+    def limit(self, nbytes: int | None) -> None:
+        total = torch.cuda.get_device_properties(self.torch_device).total_memory
+        share = 1.0 if nbytes is None else min(1.0, (nbytes + CAP_SLACK) / total)
+        torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
+
+    def workspace(self, run: Callable[[], object]) -> int:
+        torch.cuda.synchronize(self.torch_device)
+        before = torch.cuda.memory_allocated(self.torch_device)
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        run()
+        torch.cuda.synchronize(self.torch_device)
+        return torch.cuda.max_memory_allocated(self.torch_device) - before
+
+    def close(self) -> None:
+        self._lanes.close()
+        torch.cuda.synchronize(self.torch_device)
+
+    def _perform(self, ticket: Ticket, run: Callable[[], None]) -> None:
+        lane, index = ticket
+        stream = self._streams.get(lane)
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            run()
+        if stream is None:
+            return
+        events = self._events[lane]
+        events[index] = stream.record_event(torch.cuda.Event(blocking=True))
+        for old in list(events)[:-1]:
+            if not events[old].query():
+                break
+            self._complete[lane] = old
+            del events[old]
+
+    def _event(self, ticket: Ticket) -> torch.cuda.Event | None:
+        """The event of an operation that has been issued, or ``None`` when it is known to be complete."""
+        lane, index = ticket
+        if lane not in self._streams or self._complete[lane] >= index:
+            return None
+        return self._events[lane].get(index)
+
+    def _await_other(self, lane: str, other: Ticket) -> None:
+        event = self._event(other)
+        if event is None:
+            return
+        if lane in self._streams:
+            self._streams[lane].wait_event(event)
+        else:
+            event.synchronize()
+
+
+def _flat(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    return tensor if last - first == tensor.numel() else tensor[first:last]
+
+
+def open() -> Device:
+    """Lanes on the current CUDA device."""
+    return CudaDevice()

@@ -1,0 +1,69 @@
+"""FP32 on the CPU with the reference kernel: bitwise the plain loop, for every memory option."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from _fixtures import tiny_config
+from _oracle import Oracle, random_batches
+
+from megatrain import AdamW, Model
+
+STEPS = 10
+
+
+def run_both(config: Any, *, micros: int = 1, device: str = "cpu", chunk: int = 10_000, **options: Any) -> None:
+    batches = random_batches(config.vocab_size, steps=STEPS, micros=micros)
+    with Model.from_config(
+        config,
+        seed=7,
+        device=device,
+        compute_dtype="float32",
+        max_grad_norm=None,
+        kernel="reference",
+        optimizer=AdamW(lr=1e-3, weight_decay=0.01),
+        loss_chunk_tokens=chunk,
+        **options,
+    ) as model:
+        oracle = Oracle(config, model.state_dict(), seed=7, chunk=chunk)
+        for index, step in enumerate(batches):
+            result = model.step(step, keep_gradients=True)
+            expected = oracle.step(step)
+            assert result.loss == oracle.losses[-1], f"loss of step {index}"
+            gradients = model.gradients()
+            assert gradients.keys() == expected.keys()
+            for name, gradient in expected.items():
+                assert torch.equal(gradients[name], gradient), f"gradient of {name} at step {index}"
+        masters = model.state_dict()
+        for name, master in oracle.state_dict().items():
+            assert torch.equal(masters[name], master), f"master of {name}"
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("layers", "slots"),
+    [
+        (2, 1),
+        (2, 2),
+        (2, 4),
+        pytest.param(12, 1, marks=pytest.mark.slow),
+        (12, 2),
+        pytest.param(12, 14, marks=pytest.mark.slow),
+    ],
+)
+def test_bitwise(layers: int, slots: int, tied: bool, dropout: float, activations: str) -> None:
+    config = tiny_config(num_hidden_layers=layers, tie_word_embeddings=tied, attention_dropout=dropout)
+    run_both(config, slots=slots, activations=activations)
+
+
+@pytest.mark.parametrize("device", ["sim"])
+def test_bitwise_on_the_simulator(device: str) -> None:
+    run_both(tiny_config(), device=device)
+
+
+def test_bitwise_in_chunks_of_seven_tokens() -> None:
+    run_both(tiny_config("tiny-tied"), chunk=7)
