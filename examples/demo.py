@@ -132,8 +132,10 @@ def main() -> None:
     print(f"\nheld-out question, greedy, by plain transformers: {HELD_OUT}", flush=True)
     python("-c", ASK, HELD_OUT, str(model), str(run / "final"), TQDM_DISABLE="1", TRANSFORMERS_VERBOSITY="error")
     print(f"\nloss    {first:.3f} -> {last:.3f} (means of ten steps), training took {seconds:.0f} s")
-    print("\nwith your own dialogues ({\"messages\": [{\"role\": ..., \"content\": ...}, ...]} a line):")
-    print(f"  megatrain train {HERE / 'demo.yaml'} data.train=YOURS.jsonl output_dir=runs/mine model.name_or_path={model}")
+    print('\nwith your own dialogues ({"messages": [{"role": ..., "content": ...}, ...]} a line):')
+    print(
+        f"  megatrain train {HERE / 'demo.yaml'} data.train=YOURS.jsonl output_dir=runs/mine model.name_or_path={model}"
+    )
     if last > 0.8 * first:
         sys.exit(f"the loss fell to {last / first:.2f} of where it began; 0.8 was expected")
 

@@ -17,7 +17,8 @@ SMOLLM2 = (
 )
 MARKED = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n'}}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>\n' }}{% endgeneration %}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>\n' }}{% endgeneration %}"
     "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -32,7 +33,8 @@ THINKING = (
 INSTRUCT = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
     "{{ '[INST] ' + message['content'] + ' [/INST]' }}"
-    "{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] | trim + ' ' + eos_token }}{% endif %}{% endfor %}"
+    "{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] | trim + ' ' + eos_token }}{% endif %}"
+    "{% endfor %}"
 )
 _TEXT = [
     "What is the capital of France? The capital of France is Paris.",
@@ -63,7 +65,7 @@ def small_tokenizer(
     bos: str | None = "<|im_start|>",
     eos: str = "<|im_end|>",
 ) -> PreTrainedTokenizerFast:
-    """320 entries: ``<|endoftext|>`` 0, ``<|im_start|>`` 1, ``<|im_end|>`` 2; by default the pad token is the end token."""
+    """320 entries: ``<|endoftext|>`` 0, ``<|im_start|>`` 1, ``<|im_end|>`` 2; the pad token is the end token."""
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_backend()), bos_token=bos, eos_token=eos, pad_token=pad
     )

@@ -53,12 +53,8 @@ def _root() -> None:
 
 @app.command(context_settings={"ignore_unknown_options": True})
 def train(
-    words: Annotated[
-        list[str] | None, typer.Argument(metavar="[FILE] [key=value ...]", show_default=False)
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, train nothing, write nothing.")
-    ] = False,
+    words: Annotated[list[str] | None, typer.Argument(metavar="[FILE] [key=value ...]", show_default=False)] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, train nothing, write nothing.")] = False,
 ) -> None:
     """Train a model as FILE and the key=value words say."""
     started = time.monotonic()
@@ -118,9 +114,7 @@ def generate(
 def export(
     source: Annotated[Path, typer.Argument(help="A run's folder (its newest save), or one of its saves.")],
     target: Annotated[Path, typer.Argument(help="New folder for the Hugging Face checkpoint.")],
-    dtype: Annotated[
-        str | None, typer.Option(help="bfloat16, float16 or float32; default: the source's.")
-    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; default: the source's.")] = None,
 ) -> None:
     """Write a save of a run as a Hugging Face checkpoint."""
     print(f"megatrain {__version__}", flush=True)
@@ -155,9 +149,7 @@ def doctor() -> None:
 def _file_and_overrides(words: list[str]) -> tuple[str | None, list[str]]:
     files = [w for w in words if Path(w).is_file() or ("=" not in w and not w.startswith("-"))]
     if len(files) > 1:
-        raise UserError(
-            f"{files[1]}: a second file\n  fix:   give one file; write options as section.key=value"
-        )
+        raise UserError(f"{files[1]}: a second file\n  fix:   give one file; write options as section.key=value")
     return (files[0] if files else None), [w for w in words if w not in files]
 
 

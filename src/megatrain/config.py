@@ -13,9 +13,7 @@ from typing import Any, Literal, get_type_hints
 from megatrain.errors import UserError
 
 _UNITS = {"": 1, "b": 1}
-_UNITS |= {f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)} | {
-    f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)
-}
+_UNITS |= {f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)} | {f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)}
 
 
 def parse_bytes(field_name: str, value: str | int | None) -> int | None:
@@ -56,8 +54,8 @@ def option(
 def section(cls: type, doc: str) -> Any:
     """A nested section; its default is the section with all of its own defaults, where it has them."""
     required = any(f.default is MISSING and f.default_factory is MISSING for f in fields(cls))
-    factory = MISSING if required else cls
-    return field(default_factory=factory, metadata={"doc": doc, "section": cls})  # type: ignore[call-overload]
+    metadata = {"doc": doc, "section": cls}
+    return field(metadata=metadata) if required else field(default_factory=cls, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +63,7 @@ class ModelConfig:
     """Which model is trained."""
 
     name_or_path: str = option("Folder of the model, or its name on the Hugging Face hub.")
-    revision: str | None = option(
-        "Branch, tag or commit of a hub name. Default: the hub's main branch.", None
-    )
+    revision: str | None = option("Branch, tag or commit of a hub name. Default: the hub's main branch.", None)
     trust_remote_code: bool = option("Run Python code that the model's own folder brings.", False)
     attn_implementation: Literal["sdpa", "eager"] = option("Attention kernel of the model.", "sdpa")
 
@@ -129,9 +125,7 @@ class OptimConfig:
     beta2: float = option("Decay of the squared gradient's running mean.", 0.999, ge=0, lt=1)
     eps: float = option("Added to the square root of the second moment.", 1e-8, gt=0, le=1)
     weight_decay: float = option("Decoupled weight decay.", 0.01, ge=0, le=1)
-    max_grad_norm: float | None = option(
-        "Clip the gradient's global norm to this; null: no clipping.", 1.0, gt=0
-    )
+    max_grad_norm: float | None = option("Clip the gradient's global norm to this; null: no clipping.", 1.0, gt=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,18 +134,14 @@ class ScheduleConfig:
 
     type: Literal["constant", "linear", "cosine"] = option("Shape after the warm-up.", "cosine")
     warmup: float = option("Steps of linear warm-up; below 1: that share of all steps.", 0.03, ge=0)
-    min_lr_ratio: float = option(
-        "Rate of the last step, as a share of optim.lr (not for constant).", 0.1, ge=0, le=1
-    )
+    min_lr_ratio: float = option("Rate of the last step, as a share of optim.lr (not for constant).", 0.1, ge=0, le=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementConfig:
     """Where it runs and how much memory it may take."""
 
-    device: Literal["auto", "cuda", "cpu"] = option(
-        "Compute device; `auto` takes a CUDA GPU, else the CPU.", "auto"
-    )
+    device: Literal["auto", "cuda", "cpu"] = option("Compute device; `auto` takes a CUDA GPU, else the CPU.", "auto")
     device_memory: str | int | None = option(
         "Most device memory the run may take, as `24GiB`. Default: what is free.", None, size=True
     )
@@ -184,9 +174,7 @@ class CheckpointConfig:
 
     every: int = option("Steps between saves; 0 saves only when the run is interrupted.", 500, ge=0)
     keep: int = option("Newest saves that are kept.", 2, ge=1)
-    resume: str = option(
-        "`no`, `auto` (the newest complete save in output_dir) or the folder of a save.", "no"
-    )
+    resume: str = option("`no`, `auto` (the newest complete save in output_dir) or the folder of a save.", "no")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,9 +207,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = section(CheckpointConfig, "save and resume")
     export: ExportConfig = section(ExportConfig, "the exported model")
     logging: LoggingConfig = section(LoggingConfig, "what is shown")
-    output_dir: str = option(
-        "Folder of the run: log, metrics, saves and the trained model. Must be new or empty."
-    )
+    output_dir: str = option("Folder of the run: log, metrics, saves and the trained model. Must be new or empty.")
 
 
 def options(cls: type = RunConfig, prefix: str = "") -> dict[str, tuple[Field[Any], Any]]:

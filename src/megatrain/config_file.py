@@ -6,7 +6,7 @@ The pydantic models are made from the dataclasses of :mod:`megatrain.config`; th
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -91,9 +91,7 @@ class _Loader(yaml.SafeLoader):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
         twice = next((k for i, k in enumerate(keys) if k in keys[:i]), None)
         if twice is not None:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"the key {twice!r} stands twice", node.start_mark
-            )
+            raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} stands twice", node.start_mark)
         return super().construct_mapping(node, deep)
 
 
@@ -134,7 +132,7 @@ def _validated(cls: type) -> type[BaseModel]:
             kind: Any = _validated(f.metadata["section"])
         else:
             kind = hints[f.name]
-            plain = next((t for t in (kind, *get_args(kind)) if t in (int, float)), None)
+            plain: Any = next((t for t in (kind, *get_args(kind)) if t in (int, float)), None)
             if f.metadata["size"]:
                 name = f.name
                 kind = Annotated[kind, AfterValidator(lambda v, n=name: (parse_bytes(n, v), v)[1])]
@@ -147,15 +145,11 @@ def _validated(cls: type) -> type[BaseModel]:
                 optional = type(None) in get_args(kind)
                 number = Annotated[plain, limits, _number(plain)]
                 kind = number | None if optional else number
-        default = {"default": f.default, "default_factory": f.default_factory}
-        if "section" in f.metadata and not _missing(f.default_factory):
+        default: dict[str, Any] = {"default": f.default, "default_factory": f.default_factory}
+        if "section" in f.metadata and f.default_factory is not MISSING:
             default["default_factory"] = kind
-        members[f.name] = (kind, Field(**{k: v for k, v in default.items() if not _missing(v)}))
+        members[f.name] = (kind, Field(**{k: v for k, v in default.items() if v is not MISSING}))
     return create_model(cls.__name__, __config__=ConfigDict(extra="forbid", strict=True), **members)  # type: ignore[call-overload,no-any-return]
-
-
-def _missing(value: Any) -> bool:
-    return type(value).__name__ == "_MISSING_TYPE"
 
 
 _FILE_MODEL = _validated(RunConfig)
@@ -181,6 +175,10 @@ def expected(name: str) -> str:
     return text + (" or null" if type(None) in get_args(kind) else "")
 
 
+def _required(f: Any) -> bool:
+    return f.default is MISSING and f.default_factory is MISSING
+
+
 def _known_as(name: str) -> str:
     """The way out for a key that does not exist: another trainer's name, or the nearest of ours."""
     last, known = name.rpartition(".")[2].lstrip("-"), options()
@@ -189,9 +187,7 @@ def _known_as(name: str) -> str:
         ours = OTHER_TRAINERS[near_other[0]]
         return f"MegaTrain's name for it is {ours}: {known[ours][0].metadata['doc']}"
     leaves = {k.rpartition(".")[2]: k for k in reversed(known)}
-    near = get_close_matches(name, known, 1, 0.75) or [
-        leaves[k] for k in get_close_matches(last, leaves, 1, 0.6)
-    ]
+    near = get_close_matches(name, known, 1, 0.75) or [leaves[k] for k in get_close_matches(last, leaves, 1, 0.6)]
     return f"did you mean {near[0]}?" if near else "docs/config.md lists all options"
 
 
@@ -205,12 +201,13 @@ def _read(path: str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"{path}: cannot be read: {e}\n  fix:   give a readable YAML file in UTF-8") from None
     try:
-        tree = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+        tree = yaml.load(text, _Loader)
     except yaml.YAMLError as e:
         raise UserError(f"{path}: not YAML: {' '.join(str(e).split())}\n  fix:   correct the file") from None
     if tree is not None and not isinstance(tree, dict):
         raise UserError(
-            f"{path}: holds a {type(tree).__name__}, not options\n  fix:   write lines such as data: {{train: chats.jsonl}}"
+            f"{path}: holds a {type(tree).__name__}, not options\n"
+            "  fix:   write lines such as data: {train: chats.jsonl}"
         )
     return tree or {}
 
@@ -228,7 +225,7 @@ def _override(tree: dict[str, Any], word: str) -> None:
             tree[part] = {}
         tree = tree[part]
     try:
-        tree[key] = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+        tree[key] = yaml.load(text, _Loader)
     except yaml.YAMLError:
         tree[key] = text
 
@@ -239,20 +236,15 @@ def _message(error: Any, source: str) -> str:
     value = error["input"]
     if error["type"] == "missing":
         inner = [k for k in options() if k == name or k.startswith(name + ".")]
-        name = next(
-            k
-            for k in inner
-            if _missing(options()[k][0].default) and _missing(options()[k][0].default_factory)
-        )
-        return f"{name}: missing\n  needed: {options()[name][0].metadata['doc']}\n  fix:   add it to the file, or write {name}=VALUE"
+        name = next(k for k in inner if _required(options()[k][0]))
+        doc = options()[name][0].metadata["doc"]
+        return f"{name}: missing\n  needed: {doc}\n  fix:   add it to the file, or write {name}=VALUE"
     if error["type"] == "extra_forbidden":
         return f"{name}: unknown option in {source}\n  fix:   {_known_as(name)}"
     if known is None:
         return f"{name}: {value!r} is not a section\n  fix:   write {name}: {{key: value}}"
     near = get_close_matches(str(value), expected(known).removeprefix("one of ").split(", "), 1)
-    return f"{known}: {value!r} is not {expected(known)}" + (
-        f"\n  fix:   did you mean {near[0]}?" if near else ""
-    )
+    return f"{known}: {value!r} is not {expected(known)}" + (f"\n  fix:   did you mean {near[0]}?" if near else "")
 
 
 def load_config(path: str | None, overrides: list[str]) -> RunConfig:
@@ -263,15 +255,14 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
     tree = _read(path) if path else {}
     for word in overrides:
         _override(tree, word)
-    tree = {
-        k: {} if v is None and any(o.startswith(f"{k}.") for o in options()) else v for k, v in tree.items()
-    }
+    tree = {k: {} if v is None and any(o.startswith(f"{k}.") for o in options()) else v for k, v in tree.items()}
     try:
         checked = _FILE_MODEL.model_validate(tree)
     except ValidationError as e:
         lines = [_message(error, path or "the command line") for error in e.errors()]
         raise UserError("\n".join(dict.fromkeys(lines))) from None
-    return _frozen(RunConfig, checked.model_dump())
+    config: RunConfig = _frozen(RunConfig, checked.model_dump())
+    return config
 
 
 def _frozen(cls: Any, tree: dict[str, Any]) -> Any:
@@ -281,4 +272,4 @@ def _frozen(cls: Any, tree: dict[str, Any]) -> Any:
 
 def dump_config(config: RunConfig) -> str:
     """The configuration as YAML with every default written out; reading it back gives an equal one."""
-    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
+    return str(yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True))

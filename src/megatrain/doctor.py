@@ -44,9 +44,7 @@ def verdict(machine: Machine, findings: list[Finding]) -> str:
     if blocking:
         return f"cannot train yet: see {', '.join(blocking)}"
     billions = machine.memory_free * (1 - _KEPT_FREE) / BYTES_PER_PARAMETER / 1e9
-    size = (
-        f"models up to about {billions:.1f}B parameters (free RAM at {BYTES_PER_PARAMETER} bytes a parameter)"
-    )
+    size = f"models up to about {billions:.1f}B parameters (free RAM at {BYTES_PER_PARAMETER} bytes a parameter)"
     if machine.gpus:
         return f"ready: trains {size}"
     return f"ready, on the CPU only, which is slow: {size}"
@@ -55,13 +53,12 @@ def verdict(machine: Machine, findings: list[Finding]) -> str:
 def _cores(machine: Machine) -> Finding:
     text = f"{machine.cores} of {machine.cores_present} cores allowed"
     few = machine.gpus and machine.cores < 4
-    return Finding(
-        "cores", text, "allow this process at least 4 cores: they run the optimizer" if few else ""
-    )
+    return Finding("cores", text, "allow this process at least 4 cores: they run the optimizer" if few else "")
 
 
 def _memory(machine: Machine) -> Finding:
-    text = f"{machine.memory_free / GIB:.1f} of {machine.memory / GIB:.1f} GiB free, limited by {machine.memory_limited_by}"
+    free, total = machine.memory_free / GIB, machine.memory / GIB
+    text = f"{free:.1f} of {total:.1f} GiB free, limited by {machine.memory_limited_by}"
     fix = "in .wslconfig, set [wsl2] memory= to what Windows can spare" if machine.wsl else ""
     return Finding("memory", text, fix)
 
@@ -82,9 +79,7 @@ def _gpu(machine: Machine) -> list[Finding]:
             f"{gpu.name}, {gpu.memory_free / GIB:.1f} of {gpu.memory / GIB:.1f} GiB free, "
             f"compute {major}.{minor}, driver {gpu.driver}, BF16 {'yes' if major >= 8 else 'no'}"
         )
-        findings.append(
-            Finding("gpu", text, "" if major >= 8 else "set compute.dtype=float32: this GPU has no BF16")
-        )
+        findings.append(Finding("gpu", text, "" if major >= 8 else "set compute.dtype=float32: this GPU has no BF16"))
     return findings
 
 
@@ -95,9 +90,7 @@ def _pinned(machine: Machine) -> Finding:
         )
     if machine.locked_limit is None:
         return Finding("pinned", "no limit on locked memory")
-    return Finding(
-        "pinned", f"locked memory limited to {machine.locked_limit / GIB:.2f} GiB (CUDA pins beyond it)"
-    )
+    return Finding("pinned", f"locked memory limited to {machine.locked_limit / GIB:.2f} GiB (CUDA pins beyond it)")
 
 
 def _torch(machine: Machine) -> Finding:
@@ -107,9 +100,7 @@ def _torch(machine: Machine) -> Finding:
     if tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit()) < (2, 11):
         return Finding("torch", version, "pip install 'torch>=2.11'", blocks=True)
     if machine.gpus and "+cpu" in version:
-        return Finding(
-            "torch", f"{version}, built without CUDA", "install the CUDA build of torch", blocks=True
-        )
+        return Finding("torch", f"{version}, built without CUDA", "install the CUDA build of torch", blocks=True)
     return Finding("torch", version)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from megatrain.checkpoint import latest_complete
 from megatrain.config_file import load_config
 from megatrain.datasets._load import Progress
 from megatrain.errors import UserError
 from megatrain.hub import find_model
-from megatrain.saves import find_save
 from megatrain.trainer import open_model
 
 _DTYPES = (None, "bfloat16", "float16", "float32")
@@ -25,7 +25,7 @@ def export_save(source: Path, target: Path, dtype: str | None, progress: Progres
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target}: exists and is not empty\n  fix:   name a new folder")
     if (source / "resolved.yaml").is_file():
-        run, save = source, find_save("auto", source / "checkpoints")[0]
+        run, save = source, latest_complete(source / "checkpoints")[0]
     else:
         run, save = source.absolute().parent.parent, source
     resolved = run / "resolved.yaml"

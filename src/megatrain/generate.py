@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from megatrain import machine
 from megatrain.errors import UserError
@@ -16,14 +17,13 @@ def answer(folder: Path, prompt: str, max_new_tokens: int) -> str:
     Raises :class:`UserError` if ``folder`` is no exported model or does not fit host memory.
     """
     if not (folder / "config.json").is_file():
-        raise UserError(
-            f"{folder}: no config.json\n  fix:   name an exported model, such as runs/first/final"
-        )
+        raise UserError(f"{folder}: no config.json\n  fix:   name an exported model, such as runs/first/final")
     read_json(folder / "config.json")
     need, free = sum(f.stat().st_size for f in folder.glob("*.safetensors")), machine.probe().memory_free
     if need > free:
         raise UserError(
-            f"{folder}: {need / 1e9:.1f} GB of weights, but {free / 1e9:.1f} GB of memory are free\n  fix:   use a serving engine"
+            f"{folder}: {need / 1e9:.1f} GB of weights, but {free / 1e9:.1f} GB of memory are free\n"
+            "  fix:   use a serving engine"
         )
     quiet_libraries()
     import torch
@@ -35,16 +35,15 @@ def answer(folder: Path, prompt: str, max_new_tokens: int) -> str:
         model = model.cuda()
     if tokenizer.chat_template:
         turn = [{"role": "user", "content": prompt}]
-        inputs = tokenizer.apply_chat_template(
+        inputs: Any = tokenizer.apply_chat_template(
             turn, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
     else:
         inputs = tokenizer(prompt, return_tensors="pt")
-    inputs = inputs.to(model.device)
     # The end marker that the template writes may not be the end token of the config.
     ends = {i for i in (tokenizer.eos_token_id, model.generation_config.eos_token_id) if isinstance(i, int)}
     out = model.generate(
-        **inputs,
+        **{k: v.to(model.device) for k, v in inputs.items()},
         do_sample=False,
         temperature=None,
         top_p=None,
@@ -53,5 +52,4 @@ def answer(folder: Path, prompt: str, max_new_tokens: int) -> str:
         eos_token_id=sorted(ends) or None,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
     )
-    text: str = tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return text.strip()
+    return str(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)).strip()

@@ -32,7 +32,8 @@ def find_model(name: str, revision: str | None, trust_remote_code: bool, progres
     else:
         if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or _looks_local(name):
             raise UserError(
-                f"model.name_or_path: {name}: no such folder\n  fix:   check the path; a hub name has the form owner/model"
+                f"model.name_or_path: {name}: no such folder\n"
+                "  fix:   check the path; a hub name has the form owner/model"
             )
         folder = _cached(name, revision) or _download(name, revision, trust_remote_code, progress)
     check_code(folder, name, trust_remote_code)
@@ -41,9 +42,7 @@ def find_model(name: str, revision: str | None, trust_remote_code: bool, progres
 
 def _looks_local(name: str) -> bool:
     path = Path(name)
-    return (
-        name.startswith((".", "/", "~")) or path.exists() or (path.parent != Path() and path.parent.is_dir())
-    )
+    return name.startswith((".", "/", "~")) or path.exists() or (path.parent != Path() and path.parent.is_dir())
 
 
 def _cached(name: str, revision: str | None) -> Path | None:
@@ -55,11 +54,7 @@ def _cached(name: str, revision: str | None) -> Path | None:
         folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
     except LocalEntryNotFoundError:
         return None
-    complete = (
-        (folder / "config.json").is_file()
-        and not missing_shards(folder)
-        and any(folder.glob("*.safetensors"))
-    )
+    complete = (folder / "config.json").is_file() and not missing_shards(folder) and any(folder.glob("*.safetensors"))
     return folder if complete and any(folder.glob("tokenizer*")) else None
 
 
@@ -96,7 +91,8 @@ def _download(name: str, revision: str | None, trust_remote_code: bool, progress
         ) from None
     except RevisionNotFoundError:
         raise UserError(
-            f"model.revision: {revision!r} is not a branch, tag or commit of {name}\n  fix:   leave it out for the main branch"
+            f"model.revision: {revision!r} is not a branch, tag or commit of {name}\n"
+            "  fix:   leave it out for the main branch"
         ) from None
     except RepositoryNotFoundError as e:
         if e.response is not None and e.response.status_code == 401:
@@ -129,7 +125,7 @@ def _progress_class(progress: Progress) -> type:
     """The hub's progress bars, without the bars: bytes of all files together go to ``progress``."""
     from tqdm.auto import tqdm
 
-    class Bytes(tqdm):  # type: ignore[type-arg,misc]
+    class Bytes(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs.pop("name", None)
             self._counts_bytes = kwargs.get("unit") == "B"
@@ -161,9 +157,7 @@ def read_json(file: Path) -> dict[str, Any]:
             f"model.name_or_path: {file}: no such file\n  fix:   name a folder that holds a whole model"
         ) from None
     except (OSError, ValueError) as e:
-        raise UserError(
-            f"model.name_or_path: {file} cannot be read: {e}\n  fix:   fetch the file again"
-        ) from None
+        raise UserError(f"model.name_or_path: {file} cannot be read: {e}\n  fix:   fetch the file again") from None
     if not isinstance(value, dict):
         raise UserError(f"model.name_or_path: {file} holds no JSON object\n  fix:   fetch the file again")
     return value
@@ -177,6 +171,6 @@ def check_code(folder: Path, name: str, trust_remote_code: bool) -> None:
     kind = config.get("model_type")
     if "auto_map" in config and kind not in CONFIG_MAPPING and not trust_remote_code:
         raise UserError(
-            f"model.trust_remote_code: {name} (model_type {kind}) brings its own Python code, which is not run unasked\n"
+            f"model.trust_remote_code: {name} (model_type {kind}) brings its own Python code, which is not run\n"
             "  fix:   read that code, then set model.trust_remote_code=true"
         )

@@ -148,9 +148,7 @@ def _gpus() -> tuple[tuple[Gpu, ...], str]:
             handle = pynvml.nvmlDeviceGetHandleByIndex(i)
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
             capability = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-            gpus.append(
-                Gpu(pynvml.nvmlDeviceGetName(handle), memory.total, memory.free, tuple(capability), driver)
-            )
+            gpus.append(Gpu(pynvml.nvmlDeviceGetName(handle), memory.total, memory.free, tuple(capability), driver))
         return tuple(gpus), "" if gpus else "the driver reports no GPU"
     except pynvml.NVMLError as e:
         return (), f"the driver gave no answer ({e})"

@@ -65,9 +65,7 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     tokenizer = _tokenizer(folder, m.trust_remote_code)
     text = model_config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
-    data = load_dataset(
-        config.data, tokenizer, vocab_size=text.vocab_size, positions=positions, progress=progress
-    )
+    data = load_dataset(config.data, tokenizer, vocab_size=text.vocab_size, positions=positions, progress=progress)
     batches = _batches(config, tokenizer, data)
     total = config.train.max_steps or config.train.epochs * batches.steps_per_epoch
     schedule = Schedule.from_config(config.schedule, config.optim.lr, total)
@@ -157,9 +155,7 @@ def _tokenizer(folder: Path, trust_remote_code: bool) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=trust_remote_code, local_files_only=True
-        )
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except (ValueError, KeyError, OSError, TypeError, ImportError) as e:
         raise UserError(
             f"model.name_or_path: {folder}: the tokenizer cannot be read: {' '.join(str(e).split())[:200]}\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import logging.handlers
 import re
-import warnings
 from pathlib import Path
 
 from megatrain.errors import UserError
@@ -92,7 +91,7 @@ class _PlainFormatter(logging.Formatter):
 def quiet_libraries() -> logging.handlers.MemoryHandler:
     """Keep the messages of all libraries off the terminal; returns the handler that holds them until there is a
     log file."""
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
     from transformers.utils import logging as transformers_logging
 
     logging.captureWarnings(True)

@@ -68,6 +68,4 @@ class Schedule:
         if (old.total, old.shape, old.peak, old.minimum) == (self.total, self.shape, self.peak, self.minimum):
             return old
         start = max(step - 1, old.warmup - 1, 0)
-        return Schedule(
-            self.shape, self.peak, self.minimum, old.warmup, self.total, start, old.progress(start)
-        )
+        return Schedule(self.shape, self.peak, self.minimum, old.warmup, self.total, start, old.progress(start))

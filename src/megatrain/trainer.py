@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from megatrain import AdamW, Model, machine
+from megatrain.checkpoint import latest_complete, prune, step_folder
 from megatrain.config import RunConfig, parse_bytes
 from megatrain.datasets._batches import StepBatch
 from megatrain.datasets._load import Dataset, Progress
@@ -24,7 +25,6 @@ from megatrain.loggers._screens import DataFigures, MemoryFigures, data_line, me
 from megatrain.loggers.jsonl import JsonlLogger
 from megatrain.preflight import Prepared
 from megatrain.run_folder import RunFolder
-from megatrain.saves import find_save, prune, save_path
 
 _log = logging.getLogger(__name__)
 _ENDS = 10  # steps at each end of the run whose mean loss the summary shows
@@ -73,9 +73,7 @@ def train(prepared: Prepared, run: RunFolder, console: Logger, started: float) -
     with open_model(config, prepared.folder, prepared.dtype, console.progress) as model:
         console.progress("measuring memory", 0, 0)
         model.reserve(*prepared.batches.largest)
-        save, skipped = find_save(config.checkpoint.resume, run.checkpoints)
-        for text in skipped:
-            console.note(f"passed over {text}")
+        save = find_save(config.checkpoint.resume, run.checkpoints, console)
         loop = _Loop(prepared, run, model, console, started)
         if save is not None:
             loop.resume(save)
@@ -93,15 +91,27 @@ def train(prepared: Prepared, run: RunFolder, console: Logger, started: float) -
             return loop.finish()
 
 
-def open_model(
-    config: RunConfig, folder: Path, dtype: str, progress: Progress, device: str | None = None
-) -> Model:
+def find_save(resume: str, saves: Path, console: Logger) -> Path | None:
+    """The save that ``checkpoint.resume`` means, None for a new start; says which were passed over and why."""
+    if resume == "no":
+        return None
+    if resume != "auto":
+        return Path(resume)
+    save, passed_over = latest_complete(saves)
+    for path, reason in passed_over:
+        console.note(f"passed over {path}: {reason}")
+    if save is None:
+        console.note(f"resume  no save in {saves}: starting from the beginning")
+    return save
+
+
+def open_model(config: RunConfig, folder: Path, dtype: str | None, progress: Progress) -> Model:
     """The model with everything that the configuration says about how it is trained."""
     o, p = config.optim, config.placement
     return Model.from_pretrained(
         folder,
         optimizer=AdamW(lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay),
-        device=device or p.device,
+        device=p.device,
         compute_dtype=dtype,
         max_grad_norm=o.max_grad_norm,
         slots=p.slots,
@@ -119,9 +129,7 @@ def open_model(
 class _Loop:
     """The state of a run between its steps."""
 
-    def __init__(
-        self, prepared: Prepared, run: RunFolder, model: Model, console: Logger, started: float
-    ) -> None:
+    def __init__(self, prepared: Prepared, run: RunFolder, model: Model, console: Logger, started: float) -> None:
         self._prepared, self._run, self._model, self._console = prepared, run, model, console
         self._schedule, self._batches = prepared.schedule, prepared.batches
         self._loggers: list[Logger] = [console]
@@ -142,7 +150,7 @@ class _Loop:
 
     def resume(self, save: Path) -> None:
         """Continue after the step that ``save`` holds."""
-        extra = self._model.load_state(save)
+        extra = self._model.load_state(save, progress=self._console.progress)
         self.step = extra["step"]
         self._batches.restore(extra["data"])
         self._schedule = self._schedule.resumed(extra["schedule"], self.step)
@@ -152,7 +160,7 @@ class _Loop:
 
     def save(self) -> Path:
         """Write the training state after the last step; then remove older saves beyond the number kept."""
-        path = save_path(self._run.checkpoints, self.step)
+        path = step_folder(self._run.checkpoints, self.step)
         self._console.progress(f"saving {path}", 0, 0)
         self._totals.seconds = self._wall()
         state = {
@@ -161,9 +169,7 @@ class _Loop:
             "schedule": self._schedule.state(),
             "totals": asdict(self._totals),
         }
-        if path.exists():  # a resumed run that is stopped at the step where it began
-            return path
-        self._model.save_state(path, extra=state)
+        self._model.save_state(path, extra=state, progress=self._console.progress)
         prune(self._run.checkpoints, self._prepared.config.checkpoint.keep)
         self._console.note(f"saved   {path}")
         return path
@@ -212,7 +218,7 @@ class _Loop:
         if config.data.chat_template not in (None, "none"):
             # The model was trained with this template, so it is the one to be used with it.
             shutil.copyfile(config.data.chat_template, final / "chat_template.jinja")
-        t = self._totals
+        t, ends = self._totals, max(1, min(_ENDS, self.step // 2))
         summary = Summary(
             steps=self.step,
             target_tokens=t.target_tokens,
@@ -220,8 +226,8 @@ class _Loop:
             padded_tokens=t.padded_tokens,
             seconds=self._wall(),
             step_seconds=t.step_seconds,
-            first_loss=fmean(t.first_losses),
-            last_loss=fmean(t.last_losses),
+            first_loss=fmean(t.first_losses[:ends]),
+            last_loss=fmean(t.last_losses[-ends:]),
             parameters=self._model.num_parameters,
             exported=final,
         )
@@ -255,8 +261,7 @@ def _describe(prepared: Prepared, model: Model, console: Logger) -> None:
         device_used=memory.device_peak,
         device_total=budget,
         host_used=memory.host_bytes,
-        host_total=parse_bytes("placement.host_memory", prepared.config.placement.host_memory)
-        or probed.memory,
+        host_total=parse_bytes("placement.host_memory", prepared.config.placement.host_memory) or probed.memory,
         save=prepared.save_bytes,
         disk_free=prepared.disk_free,
     )

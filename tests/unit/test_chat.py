@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from _tokenizers import INSTRUCT, MARKED, SMOLLM2, THINKING, small_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +13,6 @@ from megatrain.datasets import BadRow, Row, messages
 from megatrain.datasets._chat import ChatTemplate, find_template
 from megatrain.datasets._encode import Encoder
 from megatrain.errors import UserError
-from _tokenizers import INSTRUCT, MARKED, SMOLLM2, THINKING, small_tokenizer
 
 THREE_TURNS = [
     ("system", "Be brief."),
@@ -60,21 +60,19 @@ def test_the_prompt_is_tokenized_as_it_is_when_the_model_is_used() -> None:
     row = enc.dialogue(turns)
     prompt = enc.tokenizer(enc.chat.render(turns[:1], prompt=True), add_special_tokens=False)["input_ids"]
     assert row.ids[: len(prompt)].tolist() == prompt
-    assert not row.target[: len(prompt)].any() and row.target[len(prompt) :][:-1].all()
+    assert not row.target[: len(prompt)].any()
+    assert row.target[len(prompt) :][:-1].all()
     assert trained(enc, row) == ["\n\nParis.<|im_end|>"]
 
 
 def test_beginning_of_text_once_and_end_of_text_trained() -> None:
     enc = encoder(INSTRUCT, bos="<|endoftext|>")
-    row = messages.encode(
-        dialogue(("user", "hello"), ("assistant", "yes"), ("user", "no"), ("assistant", "well")), enc
-    )
-    assert row.ids.tolist().count(0) == 1 and row.ids[0] == 0
+    row = messages.encode(dialogue(("user", "hello"), ("assistant", "yes"), ("user", "no"), ("assistant", "well")), enc)
+    assert row.ids.tolist().count(0) == 1
+    assert row.ids[0] == 0
     assert [t.strip() for t in trained(enc, row)] == ["yes <|im_end|>", "well <|im_end|>"]
     double = encoder("{{ bos_token }}" + INSTRUCT, bos="<|endoftext|>")
-    assert (
-        messages.encode(dialogue(("user", "hello"), ("assistant", "yes")), double).ids.tolist().count(0) == 1
-    )
+    assert messages.encode(dialogue(("user", "hello"), ("assistant", "yes")), double).ids.tolist().count(0) == 1
 
 
 @given(st.lists(st.text(max_size=12), min_size=1, max_size=3))
@@ -88,16 +86,12 @@ def test_any_text_is_trained_on_exactly(answers: list[str]) -> None:
 def test_a_template_that_changes_an_answer_stops_the_run() -> None:
     upper = SMOLLM2.replace("message['content']", "(message['content'] | upper)")
     enc = encoder(upper)
-    with pytest.raises(
-        UserError, match=r"the template does not give back .* at character 1\n  wanted: 'Paris"
-    ):
+    with pytest.raises(UserError, match=r"the template does not give back .* at character 1\n  wanted: 'Paris"):
         messages.encode(dialogue(("user", "hello"), ("assistant", "Paris")), enc)
 
 
 def test_marks_that_leave_out_the_end_marker_stop_the_run() -> None:
-    bare = MARKED.replace(
-        "+ '<|im_end|>\n' }}{% endgeneration %}", "}}{% endgeneration %}{{ '<|im_end|>\n' }}"
-    )
+    bare = MARKED.replace("+ '<|im_end|>\n' }}{% endgeneration %}", "}}{% endgeneration %}{{ '<|im_end|>\n' }}")
     assert bare != MARKED
     with pytest.raises(UserError, match=r"wanted: 'yes<\|im_end\|>'\n  found:  'yes'"):
         messages.encode(dialogue(("user", "hello"), ("assistant", "yes")), encoder(bare))
@@ -123,10 +117,7 @@ def test_a_template_that_is_not_jinja_is_refused() -> None:
 
 
 def test_a_refusal_by_the_template_is_a_bad_row() -> None:
-    strict = (
-        SMOLLM2
-        + "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
-    )
+    strict = SMOLLM2 + "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
     with pytest.raises(BadRow, match="the chat template refuses it: no system message"):
         messages.encode(dialogue(*THREE_TURNS), encoder(strict))
 

@@ -69,4 +69,5 @@ def find_format(name: str) -> Format:
         raise UserError(
             f"data.format: {name!r} is not a format\n  fix:   write auto or one of {', '.join(format_names())}"
         )
-    return import_module(f"{__name__}.{name}")  # type: ignore[return-value]
+    found: Format = import_module(f"{__name__}.{name}")
+    return found

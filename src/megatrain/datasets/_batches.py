@@ -71,9 +71,7 @@ class Batches:
         """The next step's micro-batches; moves the position."""
         epoch, start = self.position.epoch, self.position.row
         order = self._epoch_order(epoch)
-        chosen = sorted(
-            (self._rows[i] for i in order[start : start + self._batch_size]), key=len, reverse=True
-        )
+        chosen = sorted((self._rows[i] for i in order[start : start + self._batch_size]), key=len, reverse=True)
         end = start + len(chosen)
         self.position = Position(epoch, end) if end < len(order) else Position(epoch + 1, 0)
         groups = [chosen[i : i + self._micro] for i in range(0, len(chosen), self._micro)]

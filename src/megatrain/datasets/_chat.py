@@ -68,9 +68,7 @@ class ChatTemplate:
             if at >= 0 and self.end_marker not in text[start:at]:
                 gap_is_space = not text[start:at].strip()
                 return (start if gap_is_space else at), at + len(wanted)
-        raise self.mismatch(
-            content + self.end_marker, text[start : start + len(content) + len(self.end_marker)]
-        )
+        raise self.mismatch(content + self.end_marker, text[start : start + len(content) + len(self.end_marker)])
 
     def marked(self, messages: list[dict[str, str]]) -> tuple[list[int], list[bool]]:
         """Token ids and targets by the template's own marks; white space after an end marker is no target."""
@@ -107,14 +105,10 @@ class ChatTemplate:
         try:
             after = self.render(turn).partition(_PROBE)[2]
         except BadRow as e:
-            raise UserError(
-                f"{self.name} cannot be used: {e.reason}\n  fix:   correct the template"
-            ) from None
+            raise UserError(f"{self.name} cannot be used: {e.reason}\n  fix:   correct the template") from None
         special = {str(t) for t in self._tokenizer.all_special_tokens}
         special |= {t.content for t in self._tokenizer.added_tokens_decoder.values() if t.special}
-        first = re.match(
-            r"\s*(?:%s)" % "|".join(re.escape(t) for t in sorted(special, key=len, reverse=True)), after
-        )
+        first = re.match(rf"\s*(?:{'|'.join(map(re.escape, sorted(special, key=len, reverse=True)))})", after)
         marker = first.group() if special and first else after.rstrip() or after
         if not marker:
             raise UserError(

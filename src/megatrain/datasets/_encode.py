@@ -112,9 +112,7 @@ class Encoder:
 
 def _segments(ids: list[int], target: list[bool]) -> list[list[int]]:
     """The runs of consecutive targets."""
-    edges = np.flatnonzero(
-        np.diff(np.concatenate([[False], np.asarray(target, dtype=bool), [False]]).astype(np.int8))
-    )
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], np.asarray(target, dtype=bool), [False]]).astype(np.int8)))
     return [ids[a:b] for a, b in edges.reshape(-1, 2)]
 
 

@@ -43,9 +43,7 @@ def check_readable(path: Path) -> None:
         beside = [p.name for p in path.parent.glob("*.jsonl")] if path.parent.is_dir() else []
         near = get_close_matches(path.name, beside, 1)
         hint = (
-            f"did you mean {path.with_name(near[0])}?"
-            if near
-            else "check the path (it is read from where you start)"
+            f"did you mean {path.with_name(near[0])}?" if near else "check the path (it is read from where you start)"
         )
         raise UserError(f"data.train: {path}: no such file\n  fix:   {hint}")
     if path.is_dir():
@@ -58,15 +56,13 @@ def check_readable(path: Path) -> None:
         raise UserError(f"data.train: {path}: {e.strerror}\n  fix:   make the file readable") from None
     if path.suffix.lower() in _OTHER_FORMS:
         form = _OTHER_FORMS[path.suffix.lower()]
-        raise UserError(
-            f"data.train: {path}: {form} is not supported yet\n  fix:   write it as JSON lines (.jsonl)"
-        )
+        raise UserError(f"data.train: {path}: {form} is not supported yet\n  fix:   write it as JSON lines (.jsonl)")
     if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise UserError(f"data.train: {path} is UTF-16\n  fix:   save it as UTF-8")
     text = start.removeprefix(b"\xef\xbb\xbf").strip()
     if not text:
         raise UserError(f"data.train: {path} is empty\n  fix:   give a file with one JSON object per line")
-    if text.startswith(b"[") or text in (b"{",) or text.startswith((b"{\n", b"{\r\n")):
+    if text == b"{" or text.startswith((b"[", b"{\n", b"{\r\n")):
         raise UserError(
             f"data.train: {path} is one JSON document, not one object per line\n"
             f"  fix:   jq -c '.[]' {path} > {path.with_suffix('.jsonl').name}"
@@ -77,9 +73,7 @@ def _parse(line: bytes) -> dict[str, Any] | BadRow:
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as e:
-        return BadRow(
-            "not UTF-8", f"byte {line[e.start]:#04x} at column {e.start + 1}", "save the file as UTF-8"
-        )
+        return BadRow("not UTF-8", f"byte {line[e.start]:#04x} at column {e.start + 1}", "save the file as UTF-8")
     except (json.JSONDecodeError, RecursionError) as e:
         return BadRow(f"not JSON: {e}", line[:60].decode("utf-8", "replace").strip())
     if not isinstance(record, dict):

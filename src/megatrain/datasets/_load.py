@@ -108,9 +108,7 @@ class _Reader:
         record = {ours.get(k, k): v for k, v in record.items()}
         for value in record.values():
             if isinstance(value, list):
-                value[:] = [
-                    {ours.get(k, k): v for k, v in m.items()} if isinstance(m, dict) else m for m in value
-                ]
+                value[:] = [{ours.get(k, k): v for k, v in m.items()} if isinstance(m, dict) else m for m in value]
         return record
 
     def _encode(self, line: int, record: dict[str, Any]) -> None:
@@ -174,9 +172,7 @@ class _Reader:
         if bad and self.config.bad_rows == "stop":
             self._stop_for_bad_rows()
         if len(bad) > self.config.max_bad_share * self.seen:
-            self._stop_for_bad_rows(
-                f"{len(bad)} of {self.seen} rows are bad, more than data.max_bad_share allows"
-            )
+            self._stop_for_bad_rows(f"{len(bad)} of {self.seen} rows are bad, more than data.max_bad_share allows")
         if not data.rows:
             raise UserError(
                 f"data.train: {self.path}: no row is left to train on\n"
@@ -199,7 +195,5 @@ class _Reader:
         parts += [f"  also:  line {n}: {b.reason}" for n, b in rest]
         more = len(self.data.bad) - 1 - len(rest)
         parts += [f"  also:  {more} more"] if more else []
-        parts.append(
-            f"  fix:   {first.fix}, or set " + ("data.max_bad_share" if headline else "data.bad_rows=skip")
-        )
+        parts.append(f"  fix:   {first.fix}, or set " + ("data.max_bad_share" if headline else "data.bad_rows=skip"))
         raise UserError("\n".join(parts))

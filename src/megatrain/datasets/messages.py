@@ -5,6 +5,7 @@ Turns alternate between user and assistant, after at most one system message.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from megatrain.datasets import BadRow, Row
@@ -64,8 +65,6 @@ def _check_order(roles: list[str]) -> None:
         raise BadRow("a system message that is not the first", "roles " + ", ".join(roles))
     if turns[0] == "assistant":
         raise BadRow("the dialogue starts with the assistant", "roles " + ", ".join(roles))
-    twice = next((a for a, b in zip(turns, turns[1:], strict=False) if a == b), None)
+    twice = next((a for a, b in pairwise(turns) if a == b), None)
     if twice:
-        raise BadRow(
-            f"two {twice} messages in a row", "roles " + ", ".join(roles), "join them into one message"
-        )
+        raise BadRow(f"two {twice} messages in a row", "roles " + ", ".join(roles), "join them into one message")

@@ -24,19 +24,11 @@ def recognises(record: dict[str, Any]) -> bool:
 def encode(record: dict[str, Any], encoder: Encoder) -> Row:
     for column in COLUMNS:
         if not isinstance(record.get(column), str):
-            state = (
-                "not a text"
-                if record.get(column) is not None
-                else "missing"
-                if column not in record
-                else "null"
-            )
+            state = "not a text" if record.get(column) is not None else "missing" if column not in record else "null"
             raise BadRow(f"{column} is {state}", f"columns {', '.join(record)}")
     prompt, completion = record["prompt"], record["completion"]
     if not completion.strip():
         raise BadRow("completion is empty, so nothing to train on")
     if encoder.chat is None:
         return encoder.document(prompt + completion, [(len(prompt), len(prompt) + len(completion))])
-    return encoder.dialogue(
-        [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-    )
+    return encoder.dialogue([{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}])

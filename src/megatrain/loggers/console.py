@@ -23,9 +23,7 @@ class ConsoleLogger(Logger):
         self._status = _Status()
         self._printed, self._lock, self._closed = time.monotonic(), threading.Lock(), threading.Event()
         self._live = (
-            Live(self._status, console=console, refresh_per_second=4, transient=True)
-            if console.is_terminal
-            else None
+            Live(self._status, console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
         )
         if self._live:
             self._live.start()

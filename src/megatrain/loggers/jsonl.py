@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from megatrain.loggers import Logger, StepRecord, Summary
 
@@ -14,7 +15,7 @@ class JsonlLogger(Logger):
     """Appends to ``file`` after dropping the records of steps after ``done_steps``, which will be run again."""
 
     def __init__(self, file: Path, done_steps: int = 0) -> None:
-        kept = [line for line in _lines(file) if line.get("step", 0) <= done_steps and "step" in line]
+        kept = [line for line in _lines(file) if "step" in line and line["step"] <= done_steps]
         rewritten = file.with_suffix(".tmp")
         rewritten.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         rewritten.replace(file)
@@ -42,7 +43,7 @@ class JsonlLogger(Logger):
         self._file.flush()
 
 
-def _lines(file: Path) -> list[dict[str, object]]:
+def _lines(file: Path) -> list[dict[str, Any]]:
     """The whole records of ``file``; a line that a crash cut off is left out."""
     records = []
     for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
