@@ -125,7 +125,7 @@ def _progress_class(progress: Progress) -> type:
     """The hub's progress bars, without the bars: bytes of all files together go to ``progress``."""
     from tqdm.auto import tqdm
 
-    class Bytes(tqdm):  # type: ignore[misc]
+    class Bytes(tqdm):  # type: ignore[type-arg]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs.pop("name", None)
             self._counts_bytes = kwargs.get("unit") == "B"
