@@ -95,6 +95,10 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes the texts that :class:`_Loader`, or a reader of YAML 1.1, would take for something else."""
+
+
 _Loader.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in (
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -103,7 +107,8 @@ for _tag, _pattern, _first in (
     ("float", r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
      "-+.0123456789"),
 ):  # fmt: skip
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
 
 
 def _number(kind: type) -> BeforeValidator:
@@ -272,4 +277,4 @@ def _frozen(cls: Any, tree: dict[str, Any]) -> Any:
 
 def dump_config(config: RunConfig) -> str:
     """The configuration as YAML with every default written out; reading it back gives an equal one."""
-    return str(yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True))
+    return str(yaml.dump(asdict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True))

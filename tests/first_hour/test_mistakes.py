@@ -83,7 +83,11 @@ ANSWER = {"role": "assistant", "content": "yes"}
 
 # name -> what is done to the folder, words on the command line, what the message must say
 MISTAKES: dict[str, tuple[Breaks | None, list[str], list[str]]] = {
-    "data path": (None, ["data.train={folder}/chat.jsonl"], ["data.train", "chat.jsonl", "did you mean", "chats.jsonl"]),
+    "data path": (
+        None,
+        ["data.train={folder}/chat.jsonl"],
+        ["data.train", "chat.jsonl", "did you mean", "chats.jsonl"],
+    ),
     "data is a folder": (None, ["data.train={folder}"], ["data.train", "is a folder", "chats.jsonl"]),
     "model path": (None, ["model.name_or_path={folder}/modle"], ["model.name_or_path", "modle: no such folder"]),
     "no columns known": (rows({"question": "a", "answer": "b"}), [], ["question, answer", "data.columns"]),

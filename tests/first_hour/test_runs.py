@@ -109,4 +109,7 @@ def test_the_tokenizer_of_the_export_is_the_source_s(folder: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (folder / "run" / "final" / name).read_bytes() == (folder / "model" / name).read_bytes()
     text = "What is the capital?"
-    assert AutoTokenizer.from_pretrained(folder / "run" / "final")(text)["input_ids"] == small_tokenizer()(text)["input_ids"]
+    assert (
+        AutoTokenizer.from_pretrained(folder / "run" / "final")(text)["input_ids"]
+        == small_tokenizer()(text)["input_ids"]
+    )

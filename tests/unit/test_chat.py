@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from _tokenizers import INSTRUCT, MARKED, SMOLLM2, THINKING, small_tokenizer
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.datasets import BadRow, Row, messages
@@ -75,6 +75,7 @@ def test_beginning_of_text_once_and_end_of_text_trained() -> None:
     assert messages.encode(dialogue(("user", "hello"), ("assistant", "yes")), double).ids.tolist().count(0) == 1
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(max_size=12), min_size=1, max_size=3))
 def test_any_text_is_trained_on_exactly(answers: list[str]) -> None:
     enc = encoder(SMOLLM2)
