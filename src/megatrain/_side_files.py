@@ -22,18 +22,14 @@ _SUBFOLDER = "additional_chat_templates"
 _DECODER = json.JSONDecoder()
 
 
-def write_side_files(
-    folder: Path, source: Path | None, config: Any, dtype: str, tokenizer: Any = None
-) -> list[str]:
+def write_side_files(folder: Path, source: Path | None, config: Any, dtype: str, tokenizer: Any = None) -> list[str]:
     """Write ``config.json`` and all other side files into ``folder``; returns what could not be done.
 
     With a source they are its own files, ``config.json`` edited where ``dtype`` or the vocabulary size of
     ``config`` differ. Without one they are made from ``config`` and ``tokenizer``. Never raises for a file
     that cannot be read, copied or saved: the weights beside it are worth more.
     """
-    values: dict[str, Any] = (
-        dict(config) if isinstance(config, Mapping) else json.loads(config.to_json_string(False))
-    )
+    values: dict[str, Any] = dict(config) if isinstance(config, Mapping) else json.loads(config.to_json_string(False))
     problems = []
     text = None
     if source is not None:
@@ -163,9 +159,7 @@ def _legacy_rope(rope: Mapping[str, Any] | None) -> dict[str, Any]:
         local = rope.get("sliding_attention", rope["full_attention"])
         return {**_legacy_rope(rope["full_attention"]), "rope_local_base_freq": local["rope_theta"]}
     legacy = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if rope.get(key) is not None}
-    scaling = {
-        key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")
-    }
+    scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
     return {**legacy, "rope_scaling": scaling} if rope.get("rope_type", "default") != "default" else legacy
 
 

@@ -288,9 +288,7 @@ def prune(run_folder: str | Path, keep: int) -> list[Path]:
     for path in reversed(complete[keep:]):
         remove_folder(path)
         deleted.append(path)
-    abandoned = (
-        [path for path in saves if temporary_of(path) and remove_if_abandoned(path)] if complete else []
-    )
+    abandoned = [path for path in saves if temporary_of(path) and remove_if_abandoned(path)] if complete else []
     return deleted + abandoned
 
 
@@ -323,9 +321,7 @@ def _broken_state(folder: Path) -> bool:
 def _encode(value: object) -> dict[str, str]:
     if isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.dim() == 1:
         return {"uint8": base64.b64encode(value.cpu().numpy().tobytes()).decode()}
-    raise TypeError(
-        f"training state cannot hold a {type(value).__name__}; use JSON values or 1-D uint8 tensors"
-    )
+    raise TypeError(f"training state cannot hold a {type(value).__name__}; use JSON values or 1-D uint8 tensors")
 
 
 def _decode(value: dict[str, Any]) -> Any:

@@ -404,10 +404,10 @@ class Model:
                 self._break(f"the step was interrupted while it was submitted ({type(error).__name__})")
                 raise
             try:
-                self._device.wait(ticket)
+                self._engine.wait(ticket)
             except KeyboardInterrupt as first:
                 interrupted = first
-                self._device.wait(ticket)
+                self._engine.wait(ticket)
         except KeyboardInterrupt:
             self._break("the step was interrupted by a second Ctrl-C and dropped")
             raise

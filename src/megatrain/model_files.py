@@ -96,9 +96,7 @@ class ModelFiles:
         problems = {
             "missing (the config asks for them)": [name for name in expected if name not in set(here)],
             "unexpected (the config knows no such parameter)": [
-                name
-                for name in self._entries
-                if name not in expected and name not in tied and not pattern.search(name)
+                name for name in self._entries if name not in expected and name not in tied and not pattern.search(name)
             ],
             "of another shape": [
                 f"{name} {list(self.shape(name))} instead of {list(expected[name])}"
@@ -206,9 +204,7 @@ def _read_shards(index: Path) -> dict[str, Entry]:
     }
     found = [f"{len(names)} {what}: {_some(names)}" for what, names in problems.items() if names]
     if found:
-        raise UserError(
-            f"{folder}: index and shards disagree: {'; '.join(found)}. Download these files again"
-        )
+        raise UserError(f"{folder}: index and shards disagree: {'; '.join(found)}. Download these files again")
     return entries
 
 
@@ -219,9 +215,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index} is not a readable index ({error!r}); download it again") from error
     if not sound:
-        raise UserError(
-            f"{index}: its weight_map is empty or names files outside the folder; download it again"
-        )
+        raise UserError(f"{index}: its weight_map is empty or names files outside the folder; download it again")
     return dict(weight_map)
 
 
@@ -229,9 +223,7 @@ def _no_weights(folder: Path) -> UserError:
     """Say what the folder has instead of safetensors weights, and what to do about it."""
     present = {path.name for path in folder.iterdir()}
     shards = sorted(name for name in present if name.endswith(".safetensors"))
-    pickles = sorted(
-        name for name in present if name.endswith((".bin", ".pt", ".pth")) and "args" not in name
-    )
+    pickles = sorted(name for name in present if name.endswith((".bin", ".pt", ".pth")) and "args" not in name)
     gguf = sorted(name for name in present if name.endswith(".gguf"))
     if "adapter_config.json" in present:
         what = "an adapter (adapter_config.json), not a model; merge it into its base with peft and save that"

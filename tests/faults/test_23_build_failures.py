@@ -18,9 +18,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "megatrain"
 
-# Loads the kernel twice, trains a little, and prints what a user would see and get.
+# Loads the kernel twice, trains a little, and prints what a user would see and get. A development install has
+# an import finder that comes before PYTHONPATH; only the standard ones stay.
 PROGRAM = """
 import json, logging, sys
+from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
+sys.meta_path[:] = [BuiltinImporter, FrozenImporter, PathFinder]
 import torch
 messages = []
 handler = logging.Handler()

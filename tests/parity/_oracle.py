@@ -25,54 +25,59 @@ Batch = dict[str, torch.Tensor]
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The engine's loss as one autograd function of the hidden states and the head's weights."""
+    """The engine's loss as one autograd function of the hidden states; the head's FP32 gradients go to ``sums``."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, model: nn.Module, batch: Batch, tokens: int, chunk: int, *weights: Any):
+    def forward(ctx: Any, hidden: torch.Tensor, oracle: Oracle, batch: Batch, tokens: int) -> torch.Tensor:
         targets = torch.full_like(batch["labels"], -100)
         targets[:, :-1] = batch["labels"][:, 1:]
         flat = targets.flatten()
         index = (flat != -100).nonzero().flatten()
-        names = ["model.norm.weight", "lm_head.weight"]
-        parameters = [w.detach().requires_grad_() for w in weights]
-        sums = [torch.zeros_like(w, dtype=torch.float32) for w in weights]
-        streamed = StreamedLinear(nn.Parameter(torch.empty(0)))
+        model, ctx.shape = oracle.model, hidden.shape
+        norm_weight, matrix = (
+            weight.detach().requires_grad_() for weight in (oracle.final_norm.weight, model.lm_head.weight)
+        )
+        streamed = StreamedLinear(nn.Parameter(torch.empty(0, device=hidden.device)))
+        sums = [torch.zeros_like(weight, dtype=torch.float32) for weight in (norm_weight, matrix)]
         streamed.gradient = sums[1]
 
         def head(rows: torch.Tensor) -> torch.Tensor:
-            normed = torch.func.functional_call(model.model.final_norm, {"weight": parameters[0]}, (rows[None],))
-            logits = torch.func.functional_call(streamed, {"weight": parameters[1]}, (normed,))
-            return logits[0]
+            normed = torch.func.functional_call(oracle.final_norm, {"weight": norm_weight}, (rows[None],))
+            logits: torch.Tensor = torch.func.functional_call(streamed, {"weight": matrix}, (normed,))[0]
+            return logits
 
         def add(grads: Sequence[torch.Tensor | None]) -> None:
             for total, grad in zip(sums, grads, strict=True):
                 if grad is not None:
                     total += grad
 
-        total, gradient = chunked_loss(
+        total, ctx.gradient = chunked_loss(
             head,
             token_losses,
             hidden.detach().reshape(-1, hidden.shape[-1]),
             index,
             flat[index],
             scale=1.0 / tokens,
-            chunk_tokens=chunk,
-            parameters=parameters,
+            chunk_tokens=oracle.chunk,
+            parameters=[norm_weight, matrix],
             add_gradients=add,
         )
-        assert len(names) == len(weights)
-        ctx.grads = (gradient.view(hidden.shape), [s.to(w.dtype) for s, w in zip(sums, weights, strict=True)])
+        oracle.add_gradients({"model.norm.weight": sums[0], "lm_head.weight": sums[1]})
         return total / tokens
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor):
-        hidden, weights = ctx.grads
-        return hidden, None, None, None, None, *weights
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.gradient.view(ctx.shape), None, None, None
 
 
 @dataclass
 class Oracle:
-    """A resident model and its optimizer."""
+    """A resident model, FP32 masters and `torch.optim.AdamW`.
+
+    With FP32 the masters are the model's parameters. With BF16 the model's weights are the masters rounded as the
+    documentation says: to nearest, ties away from zero; gradients of several uses and micro-batches are summed in
+    FP32 and rounded once.
+    """
 
     config: PreTrainedConfig
     weights: dict[str, torch.Tensor]
@@ -82,23 +87,31 @@ class Oracle:
     seed: int = 0
     own_loss: bool = False
     chunk: int = 10_000
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
     losses: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.model = AutoModelForCausalLM.from_config(self.config, attn_implementation="sdpa")
-        self.model.load_state_dict(self.weights, strict=False)
+        self.model = AutoModelForCausalLM.from_config(self.config, attn_implementation="sdpa", dtype=self.dtype).to(
+            self.device
+        )
         self.model.tie_weights()
         self.model.train()
-        self.step_index, self.micro = 0, 0
+        self.step_index = self.micro = 0
         base = self.model.model
         base.register_forward_pre_hook(self._seeder(0))
         for index, layer in enumerate(base.layers):
             layer.register_forward_pre_hook(self._seeder(index + 1))
-        base.final_norm = base.norm
+        self.final_norm = base.norm
+        self.named = dict(self.model.named_parameters())
         if not self.own_loss:
             base.norm = nn.Identity()
-        groups = {True: [], False: []}
-        for name, p in self.named_parameters():
+        self.masters = {
+            name: nn.Parameter(self.weights[name].to(self.device, torch.float32, copy=True)) for name in self.named
+        }
+        self._publish()
+        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for name, p in self.masters.items():
             rule = decays(Parameter(name=name, local=name, shape=tuple(p.shape), offset=0, numel=p.numel()))
             groups[rule].append(p)
         self.optimizer = torch.optim.AdamW(
@@ -110,40 +123,61 @@ class Oracle:
             fused=True,  # the variant whose square root is IEEE's; see docs/decisions.md
         )
 
-    def named_parameters(self) -> list[tuple[str, torch.Tensor]]:
-        return [(n.replace("final_norm", "norm"), p) for n, p in self.model.named_parameters()]
+    def _publish(self) -> None:
+        with torch.no_grad():
+            for name, p in self.named.items():
+                p.copy_(round_half_away(self.masters[name]) if self.dtype is torch.bfloat16 else self.masters[name])
 
-    def _seeder(self, unit: int):
+    def _seeder(self, unit: int) -> Any:
         def hook(*_: Any) -> None:
             torch.manual_seed(unit_seed(self.seed, self.step_index, self.micro, unit))
 
         return hook
 
+    def add_gradients(self, gradients: dict[str, torch.Tensor]) -> None:
+        """Sum gradients in FP32 under the name of the parameter that owns them."""
+        for name, gradient in gradients.items():
+            owner = name if name in self.named else "model.embed_tokens.weight"
+            self.sums[owner] += gradient
+
     def step(self, micro_batches: Sequence[Batch]) -> dict[str, torch.Tensor]:
         """One optimizer step; returns the gradients before clipping."""
         tokens = sum(int((b["labels"][:, 1:] != -100).sum()) for b in micro_batches)
-        self.optimizer.zero_grad()
+        self.sums = {name: torch.zeros_like(master) for name, master in self.masters.items()}
         total = 0.0
         for self.micro, batch in enumerate(micro_batches):
-            inputs = {k: v for k, v in batch.items() if k != "labels"}
+            on_device = {key: value.to(self.device) for key, value in batch.items()}
+            inputs = {key: value for key, value in on_device.items() if key != "labels"}
             if self.own_loss:
-                loss = self.model(**inputs, labels=batch["labels"], num_items_in_batch=tokens).loss
+                loss = self.model(**inputs, labels=on_device["labels"], num_items_in_batch=tokens).loss
             else:
                 hidden = self.model.model(**inputs, use_cache=False).last_hidden_state
-                weights = (self.model.model.final_norm.weight, self.model.lm_head.weight)
-                loss = _ChunkedLoss.apply(hidden, self.model, batch, tokens, self.chunk, *weights)
+                loss = _ChunkedLoss.apply(hidden, self, on_device, tokens)
             loss.backward()
             total += loss.item()
-        gradients = {name: p.grad.clone() for name, p in self.named_parameters()}
+            self.add_gradients({name: p.grad for name, p in self.named.items() if p.grad is not None})
+            self.model.zero_grad(set_to_none=True)
+        for name, master in self.masters.items():
+            master.grad = self.sums[name].to(self.dtype).float()
+        gradients = {name: master.grad.cpu().clone() for name, master in self.masters.items()}
         if self.max_grad_norm is not None:
-            nn.utils.clip_grad_norm_([p for _, p in self.named_parameters()], self.max_grad_norm)
+            nn.utils.clip_grad_norm_(list(self.masters.values()), self.max_grad_norm)
         self.optimizer.step()
+        self._publish()
         self.losses.append(total)
         self.step_index += 1
         return gradients
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return {name: p.detach().clone() for name, p in self.named_parameters()}
+        """FP32 masters on the CPU."""
+        return {name: master.detach().cpu().clone() for name, master in self.masters.items()}
+
+
+def round_half_away(master: torch.Tensor) -> torch.Tensor:
+    """The nearest bfloat16, ties away from zero, as an FP32 tensor: integer arithmetic on the bit pattern."""
+    bits = master.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    head = ((bits + 0x8000) >> 16) << 16
+    return torch.where(head >= 2**31, head - 2**32, head).to(torch.int32).view(torch.float32)
 
 
 def random_batches(
@@ -157,7 +191,12 @@ def random_batches(
         labels = ids.clone()
         for row in range(rows):
             labels[row, : int(torch.randint(1, tokens - 2, (1,), generator=generator))] = -100
-        result.append([{"input_ids": i, "labels": l} for i, l in zip(ids.chunk(micros), labels.chunk(micros))])
+        result.append(
+            [
+                {"input_ids": part, "labels": label}
+                for part, label in zip(ids.chunk(micros), labels.chunk(micros), strict=True)
+            ]
+        )
     return result
 
 

@@ -50,13 +50,18 @@ class Engine:
         self.memory = DeviceMemory(options.device_memory)
         device.limit(options.device_memory)
         differs = options.gradient_dtype is not torch.float32
-        specs = [UnitSpec(unit.name, unit.layout.numel, unit.uses) for unit in self._units]
+        specs = [
+            UnitSpec(unit.name, unit.layout.numel, unit.uses, always_kept=unit.cheap_graph) for unit in self._units
+        ]
         policy = Policy(keep_activations=options.keep_activations, sum_dtype_differs=differs)
         self._builder = Builder(specs, options.slots, policy)
         self._table = Table(self.memory, device.poisons)
         self._tracker = WaitTracker()
         self._operations = Operations(device, store, templates, optimizer, kernel)
         self._allocate()
+        if options.keep_activations:
+            for unit in {unit.structure: unit for unit in self._units if unit.structure >= 0}.values():
+                templates.check_keep(unit, options.compute_dtype)
         rings = self._builder.rings
         self._workspaces = Workspaces(
             device,
@@ -99,6 +104,11 @@ class Engine:
             raise over_budget(peak, budget, where)
         self.memory.peak = max(self.memory.peak, peak)
 
+    def wait(self, ticket: Ticket) -> None:
+        """Block until an operation is complete; raises `LaneError` when a lane has failed."""
+        self._device.wait(ticket)
+        self._tracker.observe(ticket)
+
     def forget_weights(self) -> None:
         """Weights on the host have changed outside a program: what the slots hold is out of date."""
         self._builder.rings.forget([unit.name for unit in self._units])
@@ -108,7 +118,10 @@ class Engine:
         self._table.clear()
 
     def _measure(self, shape: Shape, *, keep: bool) -> None:
-        """Measure on the compute lane, whose allocations and streams are the step's; borrows every buffer."""
+        """Measure on the compute lane, whose allocations and streams are the step's.
+
+        It writes to the gradient buffers; of the slots it reads whatever they hold.
+        """
         failure: list[Exception] = []
 
         def measure() -> None:
@@ -117,9 +130,9 @@ class Engine:
             except (UserError, torch.OutOfMemoryError) as error:  # no fault of the lane
                 failure.append(error)
 
-        ticket, waits = self._tracker.add(Op(kind="MEASURE", lane="compute", writes=self._table.fixed_names))
+        ticket, waits = self._tracker.add(Op(kind="MEASURE", lane="compute", writes=self._gradient_buffers))
         self._device.submit(ticket, f"MEASURE {shape}", "", measure, waits)
-        self._device.wait(ticket)
+        self.wait(ticket)
         if not failure:
             return
         if isinstance(failure[0], UserError):
@@ -167,6 +180,10 @@ class Engine:
         for unit in self._units:
             self._table.fix(("weights", unit.name), self._store.slab(unit.name).head)
             self._table.fix(("hostgrad", unit.name), self._store.gradient(unit.name))
+
+    @property
+    def _gradient_buffers(self) -> tuple[Buffer, ...]:
+        return tuple(name for name in self._table.fixed_names if name[0] in ("grad", "sum"))
 
     def _lend(self, name: Buffer, unit: str) -> torch.Tensor:
         buffer: torch.Tensor = self._table.get(name)

@@ -42,6 +42,8 @@ class UnitSpec:
     numel: int
     uses: tuple[str, ...] = ()
     """Units whose weights it reads besides its own (a tied head reads the embedding's)."""
+    always_kept: bool = False
+    """Its graph costs next to nothing and its backward reads no weights, so neither is made again."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,17 +77,21 @@ class Rings:
     """Which slot holds which unit, from step to step, and which gradient buffer is whose.
 
     Units of similar size share a ring. The vocabulary units (first and last) never share one with the layers: a tied
-    gradient stays in its buffer while every layer's passes by.
+    gradient stays in its buffer while every layer's passes by. Nor do they share one with each other where the last
+    reads the first's weights: both are needed at once.
     """
 
     def __init__(self, units: Sequence[UnitSpec], slots: int) -> None:
-        edges = {units[0].name: units[0].numel, units[-1].name: units[-1].numel}
-        layers = {unit.name: unit.numel for unit in units if unit.name not in edges}
+        first, last = units[0], units[-1]
+        layers = {unit.name: unit.numel for unit in units[1:-1]}
+        families = {"layer": layers, "first": {first.name: first.numel}, "last": {last.name: last.numel}}
+        if not last.uses:
+            families = {"layer": layers, "edge": families["first"] | families["last"]}
         self.ring_of: dict[str, str] = {}
         self.numel: dict[str, int] = {}
         self.slots: dict[str, int] = {}
         self.buffers: dict[str, int] = {}
-        for family, sizes in (("edge", edges), ("layer", layers)):
+        for family, sizes in families.items():
             for name, numel in size_classes(sizes).items():
                 ring = f"{family}{numel}"
                 self.ring_of[name], self.numel[ring] = ring, numel
@@ -146,7 +152,7 @@ class Builder:
     def training_step(self, micros: int) -> list[Op]:
         """Forward, loss and backward through all units, layer-major, then norm, and updates in forward order."""
         self._ops = []
-        self._forward(micros, keep=self.policy.keep_activations)
+        self._forward(micros, training=True)
         self._loss(micros)
         for unit in reversed(self.units[:-1]):
             self._backward(unit, micros)
@@ -171,7 +177,7 @@ class Builder:
     def scoring(self, micros: int) -> list[Op]:
         """The forward half: log-probabilities of the targets of each micro-batch, copied to the host."""
         self._ops = []
-        self._forward(micros, keep=False)
+        self._forward(micros, training=False)
         head = self.units[-1]
         slots = self._weights(head)
         for m in range(micros):
@@ -216,7 +222,10 @@ class Builder:
                 if slot in op.writes:
                     break
 
-    def _forward(self, micros: int, *, keep: bool) -> None:
+    def _keeps(self, unit: UnitSpec) -> bool:
+        return self.policy.keep_activations or unit.always_kept
+
+    def _forward(self, micros: int, *, training: bool) -> None:
         for m in range(micros):
             self._add(Op(kind="INPUT", lane="compute", micro=m, writes=(("batch", m),)))
         for index, unit in enumerate(self.units[:-1]):
@@ -228,7 +237,7 @@ class Builder:
                     writes = (*writes, ("context", m))
                 else:
                     reads = (*reads, ("context", m), ("act", unit.name, m))
-                if keep:
+                if training and self._keeps(unit):
                     writes = (*writes, ("graph", unit.name, m))
                 self._add(
                     Op(
@@ -277,14 +286,14 @@ class Builder:
         self._drain(head.name, own)
 
     def _backward(self, unit: UnitSpec, micros: int) -> None:
-        slots = self._weights(unit)
+        slots = {} if unit.always_kept else self._weights(unit)
         started = unit.name in self.units[-1].uses
         finished = self._finished[unit.name] if started else self.rings.gradient(unit.name)
         target = self._sum_buffer(unit.name, finished, several=started or micros > 1)
         first_unit = unit is self.units[0]
         for m in range(micros):
             last = m == micros - 1
-            kept: tuple[Buffer, ...] = (("graph", unit.name, m),) if self.policy.keep_activations else ()
+            kept: tuple[Buffer, ...] = (("graph", unit.name, m),) if self._keeps(unit) else ()
             act: tuple[Buffer, ...] = () if first_unit else (("act", unit.name, m),)
             finish: tuple[Buffer, ...] = (finished, ("norm", unit.name)) if last else ()
             done: tuple[Buffer, ...] = (("batch", m), ("context", m), ("dhid", m)) if first_unit else ()

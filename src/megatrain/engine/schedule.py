@@ -30,6 +30,7 @@ class WaitTracker:
         self._uses: dict[Buffer, _Use] = {}
         self._counts: dict[str, int] = {}
         self._known: dict[Ticket, dict[str, int]] = {}
+        self._observed: dict[str, int] = {}
 
     def add(self, op: Op) -> tuple[Ticket, list[Ticket]]:
         """Append ``op``; returns its ticket and the tickets of other lanes that must complete before it runs."""
@@ -37,10 +38,10 @@ class WaitTracker:
         ticket = (op.lane, position)
         self._counts[op.lane] = position + 1
         needed = self._conflicts(op)
-        before = self._known.get((op.lane, position - 1), {})
         # Latest first: a later operation of a lane implies the earlier ones, and may imply other lanes' too.
         waits: list[Ticket] = []
-        known = dict(before)
+        known = dict(self._known.get((op.lane, position - 1), {}))
+        _merge(known, self._observed)
         for lane, index in self._strongest_first(needed, op.lane):
             if known.get(lane, -1) >= index:
                 continue
@@ -52,6 +53,10 @@ class WaitTracker:
         self._note(op, ticket)
         self._forget_old()
         return ticket, waits
+
+    def observe(self, ticket: Ticket) -> None:
+        """The host has waited for an operation: what is added from now on need not."""
+        _merge(self._observed, self._known[ticket])
 
     def _conflicts(self, op: Op) -> set[Ticket]:
         needed: set[Ticket] = set()

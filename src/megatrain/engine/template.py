@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from megatrain.errors import UserError
 from megatrain.layout import Layout, gaps
 from megatrain.losses import TokenLoss
 from megatrain.losses._chunked import chunked_log_probs, chunked_loss
@@ -35,14 +37,54 @@ class Batch:
 
 @dataclass(slots=True)
 class Graph:
-    """A unit's forward kept for its backward. Saved weights are noted as places in a unit, not as memory."""
+    """A unit's forward, ready for its backward."""
 
     hidden: torch.Tensor | None
     parameters: list[torch.Tensor]
-    output: torch.Tensor
-    slots: dict[str, torch.Tensor] = field(default_factory=dict)
-    nbytes: int = 0
-    """Bytes of saved tensors that are neither weights, nor the input, nor the layers' common arguments."""
+    output: GradientEdge
+    """Where the gradient of its output enters; the output itself is not held."""
+    saved: _Saved
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that only this graph holds: neither weights, nor the input, nor the layers' common arguments."""
+        return self.saved.nbytes
+
+
+class _Saved:
+    """Saves weights as (unit, place), so that backward reads them from whichever slot holds the unit by then.
+
+    A slot is recycled between forward and backward, and PyTorch does not notice: version counters miss writes
+    through views.
+    """
+
+    def __init__(self, slots: Slots, shared: Sequence[torch.Tensor]) -> None:
+        self.slots = dict(slots)
+        self.nbytes = 0
+        self._units = {flat.untyped_storage().data_ptr(): unit for unit, flat in slots.items()}
+        self._starts = {unit: flat.storage_offset() for unit, flat in slots.items()}
+        self._counted = {tensor.untyped_storage().data_ptr() for tensor in shared}
+
+    def hooks(self) -> saved_tensors_hooks:
+        """The context in which to run the forward."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        storage = tensor.untyped_storage()
+        unit = self._units.get(storage.data_ptr())
+        if unit is not None:
+            return unit, tensor.size(), tensor.stride(), tensor.storage_offset() - self._starts[unit]
+        if storage.data_ptr() not in self._counted:
+            self._counted.add(storage.data_ptr())
+            self.nbytes += storage.nbytes()
+        return tensor
+
+    def _unpack(self, saved: Any) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        unit, size, stride, offset = saved
+        flat = self.slots[unit]
+        return flat.as_strided(size, stride, flat.storage_offset() + offset)
 
 
 def unit_seed(seed: int, step: int, micro: int, unit: int) -> int:
@@ -98,12 +140,12 @@ class Templates:
                 output, context = self._run(unit, self._bind(unit, slots), batch, hidden, context)
             return output, context, None
         weights = self._bind(unit, slots, grad=True)
-        graph = Graph(None, list(weights.values()), output=torch.empty(0))
-        graph.hidden = None if hidden is None else hidden.detach().requires_grad_()
-        shared = tensors_in([hidden, context, batch.input_ids, batch.position_ids])
-        with torch.enable_grad(), seeded(seed, self._device), _saved_by_place(slots, graph, shared):
-            graph.output, context = self._run(unit, weights, batch, graph.hidden, context)
-        return graph.output.detach(), context, graph
+        source = None if hidden is None else hidden.detach().requires_grad_()
+        saved = _Saved(slots, tensors_in([hidden, context, batch.input_ids, batch.position_ids]))
+        with torch.enable_grad(), seeded(seed, self._device), saved.hooks():
+            output, context = self._run(unit, weights, batch, source, context)
+        graph = Graph(source, list(weights.values()), get_gradient_edge(output), saved)
+        return output.detach(), context, graph
 
     def backward(
         self,
@@ -125,13 +167,37 @@ class Templates:
             with torch.enable_grad(), seeded(seed, self._device):
                 source = None if hidden is None else hidden.detach().requires_grad_()
                 output, _ = self._run(unit, weights, batch, source, context)
-            graph = Graph(source, list(weights.values()), output)
-        graph.slots = dict(slots)
+            graph = Graph(source, list(weights.values()), get_gradient_edge(output), _Saved({}, []))
+            del output
+        graph.saved.slots = dict(slots)
         inputs = ([] if graph.hidden is None else [graph.hidden]) + graph.parameters
         grads = torch.autograd.grad(graph.output, inputs, upstream, allow_unused=True)
         downstream = None if graph.hidden is None else grads[0]
         _add(unit.layout, gradient, grads[-len(graph.parameters) :], first=first)
         return downstream
+
+    def check_keep(self, unit: Unit, dtype: torch.dtype) -> None:
+        """Raise `UserError` unless a layer's graph can outlive its slot.
+
+        A custom autograd function may hold its weights by itself, where no hook sees them; its backward would then
+        read whatever the slot holds. Tried on random weights: forward, ruin the slot, backward from another.
+        """
+        flat = torch.randn(unit.layout.numel, device=self._device).mul_(0.02).to(dtype)
+        ids = torch.arange(8, device=self._device)[None] % self.decoder.config.get_text_config().vocab_size
+        batch = Batch(ids, None, ids[0], ids[0])
+        embedding = self.decoder.units[0]
+        some = torch.randn(embedding.layout.numel, device=self._device).to(dtype)
+        hidden, context, _ = self.forward(embedding, {EMBEDDING: some}, batch, None, None, None, keep=False)
+        del some
+        first, other = flat.clone(), torch.zeros_like(flat)
+        graph = self.forward(unit, {unit.name: first}, batch, hidden, context, 0, keep=True)[2]
+        first.fill_(float("nan"))
+        below = self.backward(unit, {unit.name: flat}, batch, hidden, context, graph, hidden, other, 0, first=True)
+        if not all(bool(part.isfinite().all()) for part in (other, below) if part is not None):
+            raise UserError(
+                f"compute.activations: keep: the backward of {unit.name} ({self.decoder.config.model_type}) reads its"
+                " weights behind autograd's back, so its activations cannot be kept while weights stream; use recompute"
+            )
 
     def loss(
         self,
@@ -222,35 +288,3 @@ def _add(layout: Layout, flat: torch.Tensor, grads: Sequence[torch.Tensor | None
             target.copy_(grad)
         else:
             target += grad
-
-
-@contextmanager
-def _saved_by_place(slots: Slots, graph: Graph, shared: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Save weights as (unit, place), so that backward reads them from whichever slot holds the unit by then.
-
-    A slot is recycled between forward and backward, and PyTorch does not notice: version counters miss writes
-    through views.
-    """
-    storages = {flat.untyped_storage().data_ptr(): unit for unit, flat in slots.items()}
-    starts = {unit: flat.storage_offset() for unit, flat in slots.items()}
-    counted = {tensor.untyped_storage().data_ptr() for tensor in shared}
-
-    def pack(tensor: torch.Tensor) -> Any:
-        storage = tensor.untyped_storage()
-        unit = storages.get(storage.data_ptr())
-        if unit is None:
-            if storage.data_ptr() not in counted:
-                counted.add(storage.data_ptr())
-                graph.nbytes += storage.nbytes()
-            return tensor
-        return unit, tensor.size(), tensor.stride(), tensor.storage_offset() - starts[unit]
-
-    def unpack(saved: Any) -> torch.Tensor:
-        if isinstance(saved, torch.Tensor):
-            return saved
-        unit, size, stride, offset = saved
-        flat = graph.slots[unit]
-        return flat.as_strided(size, stride, flat.storage_offset() + offset)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield

@@ -94,6 +94,7 @@ class Workspaces:
         self, unit: Unit, batch: Batch, hidden: torch.Tensor, context: list[Arguments], need: Need, *, keep: bool
     ) -> None:
         source = None if unit.name == EMBEDDING else hidden
+        keep = keep or unit.cheap_graph
         slots, gradient = self._slots(unit), self._gradient(unit.name)
         seed = 0 if self._templates.decoder.dropout else None
         need.peak["FORWARD", unit.structure] = self._device.workspace(

@@ -47,9 +47,7 @@ class NativeKernel:
     def __init__(self, isa: str | None = None) -> None:
         self._native = _load_extension()
         self.isa = isa or self._native.instruction_sets()[0]
-        self._threads = (
-            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        )
+        self._threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.reason = f"C++, {self.isa}, {self._threads} threads"
         _self_test(self)
 
@@ -134,9 +132,7 @@ def _load_extension() -> ModuleType:
         raise NativeUnavailable(f"it failed to load: {error}; {_HOW_TO_BUILD}") from error
     found = getattr(extension, "INTERFACE", None)
     if found != _INTERFACE:
-        raise NativeUnavailable(
-            f"it is of another version: interface {found}, not {_INTERFACE}; {_HOW_TO_BUILD}"
-        )
+        raise NativeUnavailable(f"it is of another version: interface {found}, not {_INTERFACE}; {_HOW_TO_BUILD}")
     atexit.register(extension.shutdown)
     return extension
 

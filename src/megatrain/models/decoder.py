@@ -42,6 +42,8 @@ class Unit:
     """Units whose weights it reads besides its own."""
     aliases: tuple[tuple[str, str, str], ...] = ()
     """``(local name, unit, Hugging Face name)`` of parameters that live in another unit: a tied head."""
+    cheap_graph: bool = False
+    """Its backward reads no weights and saves next to nothing, as that of an embedding."""
 
 
 class _Stub(nn.Module):
@@ -108,7 +110,8 @@ class Decoder:
             for k, v in shapes.items()
             if k not in outer and not k.startswith(layer_prefix)
         }
-        self.units.append(Unit(EMBEDDING, build_layout(inner, prefix + "."), structure=-1))
+        lookup = all(isinstance(base.get_submodule(name.rpartition(".")[0]), nn.Embedding) for name in inner)
+        self.units.append(Unit(EMBEDDING, build_layout(inner, prefix + "."), structure=-1, cheap_graph=lookup))
         self._cut_layers(layers, layer_prefix)
         aliases = tuple((alias, EMBEDDING, owner) for alias, owner in ties.items() if alias in outer)
         for alias, owner in ties.items():

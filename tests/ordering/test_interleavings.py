@@ -1,0 +1,70 @@
+"""No legal order of the lanes changes a bit, and every derived wait is needed."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+from _world import outcome, same, small_config
+
+from megatrain.devices.sim import SimDevice
+from megatrain.engine import executor
+from megatrain.engine.program import Op
+from megatrain.engine.schedule import Ticket, WaitTracker
+
+CASES: dict[str, dict[str, Any]] = {
+    "untied, one slot": {"slots": 1},
+    "tied, two slots": {"slots": 2, "config": {"tie_word_embeddings": True}},
+    "kept, bf16": {"slots": 2, "activations": "keep", "compute_dtype": "bfloat16"},
+}
+
+
+def options_of(case: str) -> dict[str, Any]:
+    options = dict(CASES[case])
+    return options | {"config": small_config(**options.get("config", {}))}
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_200_seeds_are_bitwise_equal(block: int) -> None:
+    options = options_of("tied, two slots")
+    expected = outcome(SimDevice(seed=0), **options)
+    for seed in range(50 * block, 50 * block + 50):
+        assert same(outcome(SimDevice(seed=seed), **options), expected), f"seed {seed}"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_threads_equal_the_simulator(case: str) -> None:
+    options = options_of(case)
+    assert same(outcome("cpu", **options), outcome(SimDevice(), **options))
+
+
+class Recorder(WaitTracker):
+    """Derives waits as ever, notes them all, and leaves out the chosen one."""
+
+    omitted: tuple[Ticket, Ticket] | None = None
+    seen: ClassVar[list[tuple[str, Ticket, Ticket]]] = []
+
+    def add(self, op: Op) -> tuple[Ticket, list[Ticket]]:
+        ticket, waits = super().add(op)
+        type(self).seen += [(str(op), ticket, wait) for wait in waits]
+        return ticket, [wait for wait in waits if (ticket, wait) != self.omitted]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_wait_is_needed(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = options_of(case)
+    monkeypatch.setattr(executor, "WaitTracker", Recorder)
+    monkeypatch.setattr(Recorder, "omitted", None)
+    monkeypatch.setattr(Recorder, "seen", [])
+    expected = outcome(SimDevice(), **options)
+    derived = list(Recorder.seen)
+    assert len(derived) > 30
+    unnoticed = []
+    for op, ticket, wait in derived:
+        monkeypatch.setattr(Recorder, "omitted", (ticket, wait))
+        try:
+            if same(outcome(SimDevice(starve=wait), **options), expected):
+                unnoticed.append((op, ticket, wait))
+        except Exception:  # noqa: S110 - an operation that fails without its wait has noticed it
+            pass
+    assert not unnoticed
