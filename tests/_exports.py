@@ -29,14 +29,10 @@ def export_tensors(model: PreTrainedModel, reverse: bool = True) -> list[ExportT
     return tensors[::-1] if reverse else tensors
 
 
-def export(
-    model: PreTrainedModel, folder: Path, source: Path | None, dtype: str | None = None, **options: Any
-) -> None:
+def export(model: PreTrainedModel, folder: Path, source: Path | None, dtype: str | None = None, **options: Any) -> None:
     """``write_model`` with what a transformers model knows."""
     tied = model.all_tied_weights_keys if model.config.tie_word_embeddings else {}
-    write_model(
-        folder, export_tensors(model), dtype=dtype, source=source, config=model.config, tied=tied, **options
-    )
+    write_model(folder, export_tensors(model), dtype=dtype, source=source, config=model.config, tied=tied, **options)
 
 
 def reload(folder: Path) -> PreTrainedModel:
@@ -61,11 +57,7 @@ def export_files(source: Path, target: Path, dtype: str) -> None:
     """Export a checkpoint folder as it is, without a model."""
     files = ModelFiles(source)
     tensors = [
-        ExportTensor(
-            name, files.shape(name), lambda name=name: (block for _, block in files.read_blocks(name))
-        )
+        ExportTensor(name, files.shape(name), lambda name=name: (block for _, block in files.read_blocks(name)))
         for name in files.names
     ]
-    write_model(
-        target, tensors, dtype=dtype, source=files, config=json.loads((source / "config.json").read_text())
-    )
+    write_model(target, tensors, dtype=dtype, source=files, config=json.loads((source / "config.json").read_text()))

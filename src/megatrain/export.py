@@ -136,9 +136,7 @@ def _plan(
     max_shard_bytes: int,
 ) -> _Plan:
     if dtype is not None and dtype not in DTYPES:
-        raise UserError(
-            f"export dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}, or none for the source's"
-        )
+        raise UserError(f"export dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}, or none for the source's")
     files = ModelFiles(source) if isinstance(source, (str, Path)) else source
     common = DTYPES[dtype] if dtype else files.dtype_name if files else _config_dtype(config)
     out = list(_out_tensors({tensor.name: tensor for tensor in tensors}, files, dtype, common, tied))

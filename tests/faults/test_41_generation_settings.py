@@ -37,9 +37,7 @@ def test_even_an_unforeseen_failure_of_side_files_keeps_the_weights(
     monkeypatch.setattr("megatrain.export.write_side_files", fail)
     with pytest.raises(UserError, match=r"weights are saved in .*KeyError\('surprise'\)"):
         export(model, tmp_path / "out", source)
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
-        source / "model.safetensors"
-    ).read_bytes()
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
 
 
 def test_a_side_file_that_fails_is_reported_after_the_weights_are_saved(
@@ -55,8 +53,6 @@ def test_a_side_file_that_fails_is_reported_after_the_weights_are_saved(
         copy(origin, target)
 
     monkeypatch.setattr(shutil, "copyfile", fail)
-    with pytest.raises(
-        UserError, match=r"weights are saved in .*generation_config\.json could not be copied"
-    ):
+    with pytest.raises(UserError, match=r"weights are saved in .*generation_config\.json could not be copied"):
         export(model, tmp_path / "out", source)
     assert torch.equal(logits(reload(tmp_path / "out")), logits(model))

@@ -76,9 +76,7 @@ def test_frozen_parameters_have_no_moments(tmp_path: Path) -> None:
 
 def test_a_state_of_another_model_is_refused_untouched(tmp_path: Path) -> None:
     save_state(tmp_path / "s", PlainStore(UNITS, 1), {})
-    other = PlainStore(
-        {**UNITS, "head": {"lm_head.weight": (40, 8)}, "layers.1": {"model.layers.1.norm.weight": (9,)}}
-    )
+    other = PlainStore({**UNITS, "head": {"lm_head.weight": (40, 8)}, "layers.1": {"model.layers.1.norm.weight": (9,)}})
     with pytest.raises(UserError) as caught:
         load_state(tmp_path / "s", other)
     assert "3 missing from it: master.lm_head.weight" in str(caught.value)

@@ -117,9 +117,7 @@ def test_buffers_of_the_source_and_mixed_dtypes_survive(tmp_path: Path) -> None:
             assert file.metadata() == {"format": "pt"}
         saved = load_file(target / SINGLE)
         assert saved.keys() == original.keys()
-        for entry in read_header(
-            target / SINGLE
-        ).values():  # readers map the file: unaligned views fail there
+        for entry in read_header(target / SINGLE).values():  # readers map the file: unaligned views fail there
             assert entry.start % item_bytes(entry.dtype) == 0, entry
         for name in ("ids", "z", "flag"):
             assert torch.equal(saved[name], original[name])
@@ -180,9 +178,7 @@ def test_target_that_holds_something_is_refused(tmp_path: Path) -> None:
     reload(tmp_path / "empty")
 
 
-def test_disk_too_small_is_told_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_too_small_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("tiny")
     usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
@@ -196,9 +192,7 @@ def test_disk_that_fills_up_leaves_nothing(tmp_path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(UserError, match="No space left on device; free space"):
-        write_model(
-            tmp_path / "x", [ExportTensor("w", (1,), blocks)], dtype=None, source=None, config=tiny_config()
-        )
+        write_model(tmp_path / "x", [ExportTensor("w", (1,), blocks)], dtype=None, source=None, config=tiny_config())
     assert not list(tmp_path.iterdir())
 
 
@@ -261,9 +255,7 @@ def test_side_files_are_copied_byte_for_byte(tmp_path: Path) -> None:
     ]
     (source / "additional_chat_templates").mkdir()
     for name in copied + left:
-        (source / name).write_bytes(
-            b'{"temperature": 0.7,  "tokenizer_class":"TokenizersBackend"}\r\n' + name.encode()
-        )
+        (source / name).write_bytes(b'{"temperature": 0.7,  "tokenizer_class":"TokenizersBackend"}\r\n' + name.encode())
     export(model, target, source)
     for name in copied:
         assert (target / name).read_bytes() == (source / name).read_bytes(), name
