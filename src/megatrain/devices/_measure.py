@@ -15,7 +15,7 @@ class _LiveBytes(TorchDispatchMode):
     """Counts the bytes of storages created under it and still alive."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
 
     def _freed(self, nbytes: int) -> None:
