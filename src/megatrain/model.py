@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,10 +14,13 @@ import torch
 
 from megatrain import kernels
 from megatrain.checkpoint import load_state, save_state
+from megatrain.config import parse_bytes
 from megatrain.devices import Device, Ticket, open_device
 from megatrain.engine.batches import HostBatch, check_batch, check_batches
+from megatrain.engine.buffers import DeviceMemory
 from megatrain.engine.executor import Engine, EngineOptions
 from megatrain.engine.operations import Run
+from megatrain.engine.placement import Placement, resident_units
 from megatrain.engine.template import Templates, unit_seed
 from megatrain.engine.workspace import Shape
 from megatrain.errors import LaneError, UserError
@@ -40,8 +42,6 @@ Progress = Callable[[str, int, int], None]
 MicroBatch = Mapping[str, torch.Tensor]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 MAX_SKIPPED = 3
 """Steps in a row with a non-finite gradient after which training stops."""
 
@@ -99,6 +99,8 @@ class Model:
         trust_remote_code: bool = False,
         loss_chunk_tokens: int | None = None,
         compile: bool | None = None,
+        weights_on_device: Placement = None,
+        states_on_device: Placement = None,
         kernel: str = "auto",
     ) -> None:
         """Allocate a model whose weights are not set yet; use a classmethod instead.
@@ -109,7 +111,9 @@ class Model:
         what does not fit raises `UserError` before anything runs. ``activations`` is ``"recompute"`` or ``"keep"``.
         ``gradient_dtype`` is what gradients leave the device in, by default the compute dtype. ``seed`` is the seed of
         dropout. ``loss_chunk_tokens`` bounds the tokens whose logits exist at once. ``compile`` compiles the layers
-        with torch.compile (default: on CUDA); results then differ in rounding.
+        with torch.compile (default: on CUDA); results then differ in rounding. ``weights_on_device`` and
+        ``states_on_device`` keep weights, or all training state, of some units on the device: bytes, a share, or
+        names of units (``"embedding"``, ``"layers.0"`` ..., ``"head"``); results do not depend on them.
         """
         _check_choice("compute.activations", activations, ("recompute", "keep"))
         if slots < 1:
@@ -130,9 +134,9 @@ class Model:
         _log.info("device: %s", self._device.name)
         try:
             compute = self._compute_dtype(compute_dtype)
-            gradient = (
-                _DTYPES[_check_choice("compute.gradient_dtype", gradient_dtype, _DTYPES)] if gradient_dtype else compute
-            )
+            gradient = compute
+            if gradient_dtype is not None:
+                gradient = _DTYPES[_check_choice("compute.gradient_dtype", gradient_dtype, _DTYPES)]
             self._kernel = kernels.load(kernel)  # type: ignore[arg-type]
             decoder = Decoder(
                 config,
@@ -145,10 +149,17 @@ class Model:
             self._decoder = decoder
             layouts = {unit.name: unit.layout for unit in decoder.units}
             budget = parse_bytes("placement.device_memory", device_memory)
+            sizes = {name: Slab.nbytes(layout, compute, gradient) for name, layout in layouts.items()}
+            heads = {name: layout.numel * compute.itemsize for name, layout in layouts.items()}
+            states = resident_units("placement.states", states_on_device, sizes)
+            weights = resident_units("placement.weights", weights_on_device, heads)
             self._check_host(
                 parse_bytes("placement.host_memory", host_memory),
-                sum(Slab.nbytes(layout, compute) + layout.numel * gradient.itemsize for layout in layouts.values()),
+                sum(nbytes for name, nbytes in sizes.items() if name not in states),
             )
+            self._device.limit(budget)
+            memory = DeviceMemory(budget)
+            where = self._device.torch_device
             self._store = Store(
                 layouts,
                 compute,
@@ -156,6 +167,9 @@ class Model:
                 self._device.register,
                 self._device.unregister,
                 gradient_dtype=gradient,
+                on_device={
+                    name: lambda numel, dtype: memory.allocate("resident state", numel, dtype, where) for name in states
+                },
             )
             chunk = loss_chunk_tokens or _default_chunk(config.get_text_config().vocab_size, budget)
             templates = Templates(decoder, token_losses, self._device.torch_device, chunk)
@@ -164,9 +178,10 @@ class Model:
                 keep_activations=activations == "keep",
                 compute_dtype=compute,
                 gradient_dtype=gradient,
-                device_memory=budget,
+                weights_resident=weights,
+                states_resident=states,
             )
-            self._engine = Engine(self._device, self._store, templates, self._optimizer, self._kernel, options)
+            self._engine = Engine(self._device, self._store, templates, self._optimizer, self._kernel, options, memory)
         except BaseException:
             self._device.close()
             raise
@@ -242,6 +257,8 @@ class Model:
         self._step += 1
         self._gradients_kept = keep_gradients
         skipped = not isfinite(norm)
+        if not skipped:
+            self._engine.count(run)
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         if self._skipped_in_a_row >= MAX_SKIPPED:
             raise UserError(
@@ -260,7 +277,7 @@ class Model:
         if not self._gradients_kept:
             raise UserError("gradients(): the last step was not called with keep_gradients=True")
         return {
-            p.name: self._store.gradient(unit)[p.offset : p.end].float().view(p.shape).clone()
+            p.name: self._store.gradient(unit)[p.offset : p.end].float().cpu().view(p.shape).clone()
             for unit in self._store.units
             for p in self._store.layout(unit).parameters
         }
@@ -466,20 +483,6 @@ class Model:
                 f"placement.host_memory: {budget / 2**30:.2f} GiB is too small: masters, moments and gradients take"
                 f" {needed / 2**30:.2f} GiB ({needed} bytes); raise it, or train a smaller model"
             )
-
-
-def parse_bytes(field: str, value: str | int | None) -> int | None:
-    """Bytes of ``"400MiB"``, ``"24GiB"``, ``"24GB"`` or a number; `UserError` names ``field``."""
-    if value is None or isinstance(value, int):
-        nbytes = value
-    else:
-        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", value)
-        if match is None or match[2].upper() not in _UNITS:
-            raise UserError(f"{field}: {value!r} is not a size; write it like 400MiB, 24GiB or 24GB")
-        nbytes = int(float(match[1]) * _UNITS[match[2].upper()])
-    if nbytes is not None and nbytes <= 0:
-        raise UserError(f"{field}: {value!r} is out of range; it must be positive")
-    return nbytes
 
 
 def _check_choice(field: str, value: str, choices: Sequence[str] | Mapping[str, Any]) -> str:
