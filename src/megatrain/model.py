@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
@@ -27,7 +28,7 @@ from megatrain.losses.cross_entropy import token_losses
 from megatrain.model_files import ModelFiles
 from megatrain.models.decoder import Decoder
 from megatrain.optimizers.adamw import AdamW
-from megatrain.store import Slab, Store
+from megatrain.store import Store
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -125,26 +126,26 @@ class Model:
         self._gradients_kept = False
         self._step = self._skipped_in_a_row = 0
         self._device = open_device(device) if isinstance(device, str) else device
-        _log.info("device: %s", self._device.name)
-        try:
+        with ExitStack() as undo:  # a constructor that fails leaves neither threads nor pinned memory behind
+            undo.callback(self._device.close)
             compute = self._compute_dtype(compute_dtype)
+            _log.info("device: %s, compute dtype %s", self._device.name, str(compute).removeprefix("torch."))
             gradient = (
                 _DTYPES[_check_choice("compute.gradient_dtype", gradient_dtype, _DTYPES)] if gradient_dtype else compute
             )
             self._kernel = kernels.load(kernel)  # type: ignore[arg-type]
-            decoder = Decoder(
+            self._decoder = Decoder(
                 config,
                 dtype=compute,
                 device=self._device.torch_device,
                 attn_implementation=attn_implementation,
                 trust_remote_code=trust_remote_code,
             )
-            self._decoder = decoder
-            layouts = {unit.name: unit.layout for unit in decoder.units}
+            layouts = {unit.name: unit.layout for unit in self._decoder.units}
             budget = parse_bytes("placement.device_memory", device_memory)
             self._check_host(
                 parse_bytes("placement.host_memory", host_memory),
-                sum(Slab.nbytes(layout, compute) + layout.numel * gradient.itemsize for layout in layouts.values()),
+                Store.bytes_needed(layouts.values(), compute, gradient),
             )
             self._store = Store(
                 layouts,
@@ -154,8 +155,9 @@ class Model:
                 self._device.unregister,
                 gradient_dtype=gradient,
             )
+            undo.callback(self._store.close)
             chunk = loss_chunk_tokens or _default_chunk(config.get_text_config().vocab_size, budget)
-            templates = Templates(decoder, token_losses, self._device.torch_device, chunk)
+            templates = Templates(self._decoder, token_losses, self._device.torch_device, chunk)
             options = EngineOptions(
                 slots=slots,
                 keep_activations=activations == "keep",
@@ -164,9 +166,7 @@ class Model:
                 device_memory=budget,
             )
             self._engine = Engine(self._device, self._store, templates, self._optimizer, self._kernel, options)
-        except BaseException:
-            self._device.close()
-            raise
+            undo.pop_all()
 
     @classmethod
     def from_pretrained(
@@ -234,9 +234,14 @@ class Model:
         if run.tokens == 0:
             raise UserError("micro_batches: no label is a target (all are -100), so there is nothing to train on")
         self._gradients_kept = False
-        self._complete(lambda: self._engine.train(run))
+
+        def submit() -> Ticket:
+            ticket = self._engine.train(run)
+            self._step += 1  # whatever happens now, the step is completed or the model is broken
+            return ticket
+
+        self._complete(submit)
         *losses, norm, _ = run.result.tolist()
-        self._step += 1
         self._gradients_kept = keep_gradients
         skipped = not isfinite(norm)
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
@@ -288,7 +293,8 @@ class Model:
     def reserve(self, rows: int, tokens: int, micro_batches: int, packed: bool = False) -> None:
         """Raise `UserError` unless a step of ``micro_batches`` times ``[rows, tokens]`` fits; changes nothing else."""
         self._usable()
-        self._engine.admit([Shape(rows, tokens, packed)] * micro_batches, training=True)
+        with self._all_or_broken():
+            self._engine.admit([Shape(rows, tokens, packed)] * micro_batches, training=True)
 
     @property
     def memory(self) -> MemoryReport:
@@ -395,27 +401,35 @@ class Model:
     def _complete(self, submit: Callable[[], Ticket]) -> None:
         """Submit a program and wait for its results, through one Ctrl-C."""
         interrupted = None
-        try:
-            try:
-                ticket = submit()
-            except UserError:
-                raise
-            except BaseException as error:
-                self._break(f"the step was interrupted while it was submitted ({type(error).__name__})")
-                raise
+        with self._all_or_broken():
+            ticket = submit()
             try:
                 self._engine.wait(ticket)
             except KeyboardInterrupt as first:
                 interrupted = first
                 self._engine.wait(ticket)
-        except KeyboardInterrupt:
-            self._break("the step was interrupted by a second Ctrl-C and dropped")
+        if interrupted is not None:
+            raise interrupted
+
+    @contextmanager
+    def _all_or_broken(self) -> Iterator[None]:
+        """What runs inside is completed, refused beforehand, or leaves a model that can no longer be used.
+
+        The model counts as broken until the end, because Ctrl-C may come between any two lines.
+        """
+        self._broken = "it was interrupted in the middle of its work"
+        try:
+            yield
+        except UserError:
+            self._broken = None
             raise
         except LaneError as error:
             self._break(str(error))
             raise
-        if interrupted is not None:
-            raise interrupted
+        except BaseException as error:
+            self._break(f"it was interrupted ({type(error).__name__}) and what was left of the step was dropped")
+            raise
+        self._broken = None
 
     def _break(self, reason: str) -> None:
         self._broken = reason
@@ -460,7 +474,7 @@ def parse_bytes(field: str, value: str | int | None) -> int | None:
     if value is None or isinstance(value, int):
         nbytes = value
     else:
-        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", value)
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
         if match is None or match[2].upper() not in _UNITS:
             raise UserError(f"{field}: {value!r} is not a size; write it like 400MiB, 24GiB or 24GB")
         nbytes = int(float(match[1]) * _UNITS[match[2].upper()])
