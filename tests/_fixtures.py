@@ -12,11 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
-from transformers import PreTrainedConfig, PreTrainedModel
+
+if TYPE_CHECKING:  # imported in the functions that need it: measured processes start faster without
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _SIZES = {
     "vocab_size": 320,
@@ -56,6 +57,8 @@ FAMILIES = tuple(_FAMILIES)
 
 def tiny_config(family: str = "tiny", **changes: Any) -> PreTrainedConfig:
     """A fresh 4-layer, width 64, vocabulary 320 config of a family; ``changes`` override any field."""
+    import transformers
+
     class_name, extra = _FAMILIES[family]
     config: PreTrainedConfig = getattr(transformers, class_name)(**{**_SIZES, **extra, **changes})
     return config
@@ -65,6 +68,8 @@ def tiny_model(
     family: str = "tiny", seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
 ) -> PreTrainedModel:
     """A random model in evaluation mode, the same for the same arguments; no norm is all ones."""
+    import transformers
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(tiny_config(family, **changes))
@@ -105,6 +110,8 @@ def random_checkpoint(
 
     All tensors are slices of one block of normal noise (standard deviation 0.02). Returns the config.
     """
+    import transformers
+
     element = torch.empty(0, dtype=dtype).element_size()
     hidden = next(h for h in (64, 128, 256, 512, 1024, 2048) if h == 2048 or 128 * 13 * h * h * element >= total_bytes)
     config = transformers.LlamaConfig(

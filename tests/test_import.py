@@ -7,9 +7,7 @@ import sys
 
 
 def run(program: str) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
-    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
 
 

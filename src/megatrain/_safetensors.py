@@ -27,6 +27,9 @@ BLOCK_ELEMENTS = 1 << 22
 FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """The dtypes that weights are trained from and exported to; all convert to FP32 without loss."""
 
+Progress = Callable[[str, int, int], None]
+"""``progress(phase, done_bytes, total_bytes)``."""
+
 _ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2,
     "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
@@ -121,6 +124,19 @@ def _not_safetensors(path: Path, reason: str) -> UserError:
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy; writing to the view writes to the tensor."""
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
+
+
+def byte_counter(phase: str, total: int, progress: Progress | None) -> Callable[[int], None]:
+    """A function to call with the size of each piece done; it reports the running sum to ``progress``."""
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(phase, done, total)
+
+    return advance
 
 
 class BlockReader:

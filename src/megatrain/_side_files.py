@@ -60,8 +60,7 @@ def _copy(source: Path, folder: Path) -> list[str]:
 
 
 def side_files(source: Path) -> Iterator[Path]:
-    """The source's files that an export copies: all that a loader reads beside weights and config, and
-    licences."""
+    """The files that an export copies: what a loader reads beside weights and config, and licences."""
     if not source.is_dir():
         return
     for path in sorted([*source.iterdir(), *(source / _SUBFOLDER).glob("*.jinja")]):
@@ -78,8 +77,11 @@ def edited_config(text: str, config: Mapping[str, Any], dtype: str) -> str:
 
     Only keys that are there are edited, at the top and in nested parts such as ``text_config``.
     """
+    source = json.loads(text)
+    if not isinstance(source, dict):
+        raise ValueError("it is not a JSON object")
     changes: dict[tuple[str, ...], Any] = {}
-    for path, part in _parts(json.loads(text)):
+    for path, part in _parts(source):
         for key in ("dtype", "torch_dtype"):
             if isinstance(part.get(key), str) and part[key].removeprefix("torch.") != dtype:
                 changes[*path, key] = dtype

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,11 +32,17 @@ from megatrain._durable import (
     require_space,
     temporary_of,
 )
-from megatrain._safetensors import BlockReader, Entry, OutTensor, as_dtype, read_header, write_file
+from megatrain._safetensors import (
+    BlockReader,
+    Entry,
+    OutTensor,
+    Progress,
+    as_dtype,
+    byte_counter,
+    read_header,
+    write_file,
+)
 from megatrain.errors import UserError
-
-Progress = Callable[[str, int, int], None]
-"""``progress(phase, done_bytes, total_bytes)``."""
 
 _FORMAT = "megatrain-training-state"
 _VERSION = 1
@@ -69,8 +75,7 @@ class StateStore(Protocol):
         """Set master elements from ``start`` on; the block is reused afterwards."""
 
     def moment(self, parameter: str, kind: str) -> torch.Tensor | None:
-        """The FP32 moment in place, ``kind`` one of ``exp_avg`` and ``exp_avg_sq``; None for a frozen
-        parameter."""
+        """The FP32 moment in place, ``kind`` ``exp_avg`` or ``exp_avg_sq``; None if frozen."""
 
     def step_count(self, unit: str) -> int: ...
 
@@ -87,8 +92,8 @@ def save_state(
 ) -> None:
     """Save ``store`` and ``meta`` as ``folder``; it appears when it is complete and flushed, or not at all.
 
-    ``meta`` holds what JSON can, and uint8 tensors (the states of random generators). A broken or unfinished
-    folder of that name is replaced; a complete one is never touched.
+    ``meta`` holds what JSON can, and uint8 tensors (the states of random generators). A save of that name
+    that cannot be loaded is set aside (``.broken-<pid>``); a complete one is never touched.
 
     Raises UserError when the folder holds something else or a complete state, the disk is too small or fails,
     and when a master or moment is not finite: then the previous states stay as they are and no new one is
@@ -102,14 +107,7 @@ def save_state(
     if not broken:
         require_empty(folder)
     require_space(folder, total + _SMALL_FILES)
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        if progress is not None:
-            progress("save", done, total)
-
+    advance = byte_counter("save", total, progress)
     with durable_folder(folder) as temporary:
         written = {}
         for name, tensors in files.items():
@@ -124,7 +122,7 @@ def save_state(
         }
         (temporary / _STATE).write_text(json.dumps(state, default=_encode, indent=1), encoding="utf-8")
         if broken:
-            shutil.rmtree(folder)
+            os.replace(folder, folder.with_name(f"{folder.name}.broken-{os.getpid()}"))
 
 
 def _planned(store: StateStore) -> Iterator[tuple[str, list[OutTensor]]]:
@@ -159,8 +157,7 @@ def load_state(folder: str | Path, store: StateStore, progress: Progress | None 
     folder = Path(folder).expanduser()
     state, entries = _opened(folder)
     steps = _checked_against(store, state, entries, folder)
-    total = sum(entry.end - entry.start for entry in entries)
-    done = 0
+    advance = byte_counter("load", sum(entry.end - entry.start for entry in entries), progress)
     for path in dict.fromkeys(entry.path for entry in entries):
         with BlockReader(path, checksum=True) as reader:
             mine = [entry for entry in entries if entry.path == path]
@@ -168,9 +165,7 @@ def load_state(folder: str | Path, store: StateStore, progress: Progress | None 
             for entry in mine:
                 for start, block in reader.blocks(entry):
                     _put(store, entry, start, block)
-                    done += block.numel() * 4
-                    if progress is not None:
-                        progress("load", done, total)
+                    advance(block.numel() * 4)
         if reader.crc != state["files"][path.name]["crc32"]:
             raise UserError(
                 f"{path} is damaged: its checksum is not that of {_STATE}. The state in memory is partly"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatrain._durable import durable_folder, require_empty, require_space, scratch_folder
-from megatrain._safetensors import OutTensor, as_dtype, write_file
+from megatrain._safetensors import OutTensor, Progress, as_dtype, byte_counter, write_file
 from megatrain._side_files import write_side_files
 from megatrain.errors import UserError
 from megatrain.model_files import INDEX, SINGLE, ModelFiles
@@ -28,9 +28,6 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 MAX_SHARD_BYTES = 5_000_000_000
 
 _SMALL_FILES = 64 << 20  # room for tokenizer, config and headers in the check of free space
-
-Progress = Callable[[str, int, int], None]
-"""``progress(phase, done_bytes, total_bytes)``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +52,7 @@ def write_model(
     tensors: Iterable[ExportTensor],
     *,
     dtype: str | None,
-    source: ModelFiles | Path | None,
+    source: ModelFiles | str | Path | None,
     config: Any,
     tied: Mapping[str, str] | None = None,
     tokenizer: Any = None,
@@ -81,14 +78,7 @@ def write_model(
     folder = _target(folder)
     plan = _plan(tensors, dtype, source, config, tied or {}, max_shard_bytes)
     _require(folder, plan)
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        if progress is not None:
-            progress("export", done, plan.nbytes)
-
+    advance = byte_counter("export", plan.nbytes, progress)
     with durable_folder(folder) as temporary:
         for file, shard in plan.shards.items():
             write_file(temporary / file, shard, metadata or {"format": "pt"}, advance)
@@ -96,7 +86,10 @@ def write_model(
             weight_map = {tensor.name: file for file, shard in plan.shards.items() for tensor in shard}
             index = {"metadata": {"total_size": plan.nbytes}, "weight_map": weight_map}
             (temporary / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        problems = write_side_files(temporary, plan.source, config, plan.dtype, tokenizer)
+        try:
+            problems = write_side_files(temporary, plan.source, config, plan.dtype, tokenizer)
+        except Exception as error:  # whatever is wrong with them, the weights are worth more
+            problems = [f"its other files are incomplete: {error!r}"]
     if problems:
         raise UserError(f"the weights are saved in {folder}, but {'; '.join(problems)}")
 
@@ -106,7 +99,7 @@ def check_export(
     shapes: Mapping[str, tuple[int, ...]],
     *,
     dtype: str | None,
-    source: ModelFiles | Path | None,
+    source: ModelFiles | str | Path | None,
     config: Any,
     tied: Mapping[str, str] | None = None,
     tokenizer: Any = None,
@@ -137,14 +130,14 @@ def _require(folder: Path, plan: _Plan) -> None:
 def _plan(
     tensors: Iterable[ExportTensor],
     dtype: str | None,
-    source: ModelFiles | Path | None,
+    source: ModelFiles | str | Path | None,
     config: Any,
     tied: Mapping[str, str],
     max_shard_bytes: int,
 ) -> _Plan:
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"export dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}, or none for the source's")
-    files = ModelFiles(source) if isinstance(source, Path) else source
+    files = ModelFiles(source) if isinstance(source, (str, Path)) else source
     common = DTYPES[dtype] if dtype else files.dtype_name if files else _config_dtype(config)
     out = list(_out_tensors({tensor.name: tensor for tensor in tensors}, files, dtype, common, tied))
     return _Plan(

@@ -99,6 +99,7 @@ class Model:
         attn_implementation: str = "sdpa",
         trust_remote_code: bool = False,
         loss_chunk_tokens: int | None = None,
+        compile: bool | None = None,
         kernel: str = "auto",
     ) -> None:
         """Allocate a model whose weights are not set yet; use a classmethod instead.
@@ -108,7 +109,8 @@ class Model:
         layers that the device holds at a time. ``device_memory`` and ``host_memory`` are limits such as ``"400MiB"``;
         what does not fit raises `UserError` before anything runs. ``activations`` is ``"recompute"`` or ``"keep"``.
         ``gradient_dtype`` is what gradients leave the device in, by default the compute dtype. ``seed`` is the seed of
-        dropout. ``loss_chunk_tokens`` bounds the tokens whose logits exist at once.
+        dropout. ``loss_chunk_tokens`` bounds the tokens whose logits exist at once. ``compile`` compiles the layers
+        with torch.compile (default: on CUDA); results then differ in rounding.
         """
         _check_choice("compute.activations", activations, ("recompute", "keep"))
         if slots < 1:
@@ -140,6 +142,7 @@ class Model:
                 device=self._device.torch_device,
                 attn_implementation=attn_implementation,
                 trust_remote_code=trust_remote_code,
+                compile=self._device.name == "cuda" if compile is None else compile,
             )
             layouts = {unit.name: unit.layout for unit in self._decoder.units}
             budget = parse_bytes("placement.device_memory", device_memory)
@@ -295,6 +298,16 @@ class Model:
         self._usable()
         with self._all_or_broken():
             self._engine.admit([Shape(rows, tokens, packed)] * micro_batches, training=True)
+
+    def compute_bound(self, rows: int, tokens: int, micro_batches: int = 1) -> float:
+        """Seconds that the arithmetic of such a step takes by itself, measured now; what overlap is judged against."""
+        self._settle()
+        return self._engine.compute_bound(Shape(rows, tokens, packed=False), micro_batches)
+
+    @property
+    def store(self) -> Store:
+        """Masters and moments on the host, by parameter name; call nothing on it while a step runs."""
+        return self._store
 
     @property
     def memory(self) -> MemoryReport:

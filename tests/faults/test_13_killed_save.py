@@ -98,6 +98,23 @@ def test_killed_at_every_moment_of_pruning(tmp_path: Path, monkeypatch: pytest.M
         assert latest_complete(run) == (step_folder(run, 4), [])
 
 
+def test_killed_halfway_through_deleting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in range(1, 4):
+        save_state(step_folder(tmp_path, step), PlainStore(UNITS, step), {"step": step})
+
+    def delete_one_file(path: Path) -> None:
+        next(path.glob("*.safetensors")).unlink()
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", delete_one_file)
+        with pytest.raises(Killed):
+            prune(tmp_path, keep=1)
+    named = [path for path in tmp_path.iterdir() if path.name in ("step-00000001", "step-00000002")]
+    assert named == [step_folder(tmp_path, 2)]  # the oldest went first, and no half of it keeps its name
+    load_state(named[0], PlainStore(UNITS))
+
+
 def test_killed_export_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("tiny")
     for moment in range(1, 9):

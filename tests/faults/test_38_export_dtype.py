@@ -17,9 +17,7 @@ from megatrain.model_files import INDEX, ModelFiles
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", None])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_dtype_is_the_same_everywhere(
-    tmp_path: Path, stored: torch.dtype, dtype: str | None, key: str
-) -> None:
+def test_dtype_is_the_same_everywhere(tmp_path: Path, stored: torch.dtype, dtype: str | None, key: str) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     model = tiny_checkpoint(source, "tiny", dtype=stored)
     text = (source / "config.json").read_text().replace('"dtype"', f'"{key}"')

@@ -67,9 +67,7 @@ def test_key_in_the_index_that_no_shard_has(folder: Path) -> None:
     index = json.loads((folder / INDEX).read_text())
     index["weight_map"]["model.unknown.weight"] = _shard(folder).name
     (folder / INDEX).write_text(json.dumps(index))
-    with pytest.raises(
-        UserError, match=rf"not in their shard.*model\.unknown\.weight in {_shard(folder).name}"
-    ):
+    with pytest.raises(UserError, match=rf"not in their shard.*model\.unknown\.weight in {_shard(folder).name}"):
         ModelFiles(folder)
 
 

@@ -25,6 +25,21 @@ def test_contradictory_generation_settings_are_exported_as_they_are(tmp_path: Pa
     assert torch.equal(logits(reload(tmp_path / "out")), logits(model))
 
 
+def test_even_an_unforeseen_failure_of_side_files_keeps_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source"
+    model = tiny_checkpoint(source, "tiny")
+
+    def fail(*arguments: object) -> None:
+        raise KeyError("surprise")
+
+    monkeypatch.setattr("megatrain.export.write_side_files", fail)
+    with pytest.raises(UserError, match=r"weights are saved in .*KeyError\('surprise'\)"):
+        export(model, tmp_path / "out", source)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
 def test_a_side_file_that_fails_is_reported_after_the_weights_are_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -38,8 +53,6 @@ def test_a_side_file_that_fails_is_reported_after_the_weights_are_saved(
         copy(origin, target)
 
     monkeypatch.setattr(shutil, "copyfile", fail)
-    with pytest.raises(
-        UserError, match=r"weights are saved in .*generation_config\.json could not be copied"
-    ):
+    with pytest.raises(UserError, match=r"weights are saved in .*generation_config\.json could not be copied"):
         export(model, tmp_path / "out", source)
     assert torch.equal(logits(reload(tmp_path / "out")), logits(model))

@@ -76,9 +76,7 @@ def test_frozen_parameters_have_no_moments(tmp_path: Path) -> None:
 
 def test_a_state_of_another_model_is_refused_untouched(tmp_path: Path) -> None:
     save_state(tmp_path / "s", PlainStore(UNITS, 1), {})
-    other = PlainStore(
-        {**UNITS, "head": {"lm_head.weight": (40, 8)}, "layers.1": {"model.layers.1.norm.weight": (9,)}}
-    )
+    other = PlainStore({**UNITS, "head": {"lm_head.weight": (40, 8)}, "layers.1": {"model.layers.1.norm.weight": (9,)}})
     with pytest.raises(UserError) as caught:
         load_state(tmp_path / "s", other)
     assert "3 missing from it: master.lm_head.weight" in str(caught.value)
@@ -132,7 +130,7 @@ def test_a_broken_description_is_refused(tmp_path: Path, text: str, message: str
         load_state(tmp_path / "s", PlainStore(UNITS, 2))
 
 
-def test_a_complete_save_is_never_overwritten_and_a_broken_one_is(tmp_path: Path) -> None:
+def test_a_complete_save_is_never_overwritten_and_a_broken_one_is_set_aside(tmp_path: Path) -> None:
     folder = tmp_path / "s"
     save_state(folder, PlainStore(UNITS, 1), {})
     with pytest.raises(UserError, match="not an empty folder"):
@@ -141,6 +139,8 @@ def test_a_complete_save_is_never_overwritten_and_a_broken_one_is(tmp_path: Path
     weights_of(folder)[0].unlink()
     save_state(folder, PlainStore(UNITS, 3), {"step": 3})
     assert load_state(folder, PlainStore(UNITS, 2)) == {"step": 3}
+    (aside,) = tmp_path.glob("s.broken-*")
+    assert len(weights_of(aside)) == len(weights_of(folder)) - 1
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").touch()
     with pytest.raises(UserError, match="not an empty folder"):

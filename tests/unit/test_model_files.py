@@ -43,9 +43,7 @@ def test_reads_what_transformers_wrote(tmp_path: Path, dtype: torch.dtype, shard
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_special_values_and_blocks(
-    tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_special_values_and_blocks(tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatrain._safetensors.BLOCK_ELEMENTS", 4)
     values = torch.tensor(SPECIAL).to(dtype)
     save_file({"a": values, "b": values[:8].reshape(2, 4).flip(0).contiguous()}, tmp_path / SINGLE)
@@ -158,9 +156,7 @@ def test_two_sets_of_weights_are_refused(tmp_path: Path) -> None:
         ModelFiles(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": "../x.safetensors"}}']
-)
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": "../x.safetensors"}}'])
 def test_a_broken_index_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / INDEX).write_text(text)
     with pytest.raises(UserError, match=r"index\.json"):
@@ -175,9 +171,7 @@ def test_a_git_lfs_pointer_is_told(tmp_path: Path) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.binary(max_size=64), st.booleans())
-def test_no_header_crashes_the_reader(
-    tmp_path_factory: pytest.TempPathFactory, junk: bytes, framed: bool
-) -> None:
+def test_no_header_crashes_the_reader(tmp_path_factory: pytest.TempPathFactory, junk: bytes, framed: bool) -> None:
     path = tmp_path_factory.mktemp("junk") / SINGLE
     path.write_bytes(struct.pack("<Q", len(junk)) + junk if framed else junk)
     if framed and junk.strip() == b"{}":

@@ -73,6 +73,10 @@ class Device(ABC):
         """Peak bytes of device memory that ``run`` takes while it runs, beyond what is allocated before."""
 
     @abstractmethod
+    def seconds(self, run: Callable[[], object], repeats: int = 3) -> float:
+        """Median time of ``run`` on the compute lane, after one call that is not counted."""
+
+    @abstractmethod
     def close(self) -> None:
         """End threads and free what the device holds. Idempotent."""
 

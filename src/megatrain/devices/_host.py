@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable
 
 import torch
@@ -33,3 +35,12 @@ class HostMemoryDevice(Device):
 
     def workspace(self, run: Callable[[], object]) -> int:
         return count_peak(run)
+
+    def seconds(self, run: Callable[[], object], repeats: int = 3) -> float:
+        run()
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -117,6 +117,18 @@ class Engine:
         """Drop every buffer."""
         self._table.clear()
 
+    def compute_bound(self, shape: Shape, micro_batches: int) -> float:
+        """Seconds of a step's arithmetic alone: every forward, loss and backward, with weights resident."""
+        keep = self._options.keep_activations
+        times: dict[tuple[str, int], float] = {}
+
+        def measure() -> None:
+            times.update(self._workspaces.seconds(shape, keep=keep))
+
+        self._on_compute(measure, f"TIME {shape}")
+        kinds = ("FORWARD", "LOSS", "BACKWARD")
+        return micro_batches * sum(times.get((kind, unit.structure), 0.0) for unit in self._units for kind in kinds)
+
     def _measure(self, shape: Shape, *, keep: bool) -> None:
         """Measure on the compute lane, whose allocations and streams are the step's.
 
@@ -130,9 +142,7 @@ class Engine:
             except (UserError, torch.OutOfMemoryError) as error:  # no fault of the lane
                 failure.append(error)
 
-        ticket, waits = self._tracker.add(Op(kind="MEASURE", lane="compute", writes=self._gradient_buffers))
-        self._device.submit(ticket, f"MEASURE {shape}", "", measure, waits)
-        self.wait(ticket)
+        self._on_compute(measure, f"MEASURE {shape}")
         if not failure:
             return
         if isinstance(failure[0], UserError):
@@ -143,6 +153,11 @@ class Engine:
             f"placement.device_memory: {limit} is too small for a micro-batch of {shape.rows} x {shape.tokens} tokens;"
             " use shorter sequences or fewer rows a micro-batch"
         ) from failure[0]
+
+    def _on_compute(self, run: Callable[[], None], label: str) -> None:
+        ticket, waits = self._tracker.add(Op(kind=label, lane="compute", writes=self._gradient_buffers))
+        self._device.submit(ticket, label, "", run, waits)
+        self.wait(ticket)
 
     def _admit(self, batches: Sequence[HostBatch], *, training: bool) -> None:
         self.admit([Shape.of(batch) for batch in batches], training=training)

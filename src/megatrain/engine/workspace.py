@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -16,7 +17,7 @@ from megatrain.engine.batches import HostBatch
 from megatrain.engine.buffers import _nbytes
 from megatrain.engine.program import Buffer, Op
 from megatrain.engine.template import Batch, Graph, Templates
-from megatrain.models.decoder import EMBEDDING, HEAD, Arguments, Unit
+from megatrain.models.decoder import Arguments, Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,51 +73,78 @@ class Workspaces:
 
     def measure(self, shape: Shape, *, keep: bool) -> None:
         """Run every kind of unit once on a batch of the shape, on the lane and the stream of the caller."""
+        need = Need(peak={}, held={})
+
+        def note(kind: str, unit: Unit, run: Callable[[], object]) -> None:
+            need.peak[kind, unit.structure] = self._device.workspace(run)
+
+        self._visit(shape, need, note, keep=keep)
+        self._known[shape, keep] = need
+
+    def seconds(self, shape: Shape, *, keep: bool) -> dict[tuple[str, int], float]:
+        """Time of each kind of operation on each kind of unit, weights resident and nothing else going on."""
+        times: dict[tuple[str, int], float] = {}
+
+        def note(kind: str, unit: Unit, run: Callable[[], object]) -> None:
+            if kind != "BACKWARD" or not (keep or unit.cheap_graph):  # a kept graph is good for one backward
+                times[kind, unit.structure] = self._device.seconds(run)
+
+        self._visit(shape, Need(peak={}, held={}), note, keep=keep)
+        return times
+
+    def _visit(
+        self, shape: Shape, need: Need, note: Callable[[str, Unit, Callable[[], object]], None], *, keep: bool
+    ) -> None:
+        """Hand each operation on each kind of unit to ``note``; what it leaves behind goes to ``need.held``."""
         decoder, batch = self._templates.decoder, self._example(shape)
         embedding, head = decoder.units[0], decoder.units[-1]
         hidden, context, _ = self._forward(embedding, batch, None, None, keep=False)
-        need = Need(
-            peak={},
-            held={
-                ("batch", -1): _nbytes([batch.input_ids, batch.position_ids, batch.index, batch.targets]),
-                ("context", -1): _nbytes(context),
-                ("act", -1): _nbytes(hidden),
-            },
-        )
+        need.held["batch", -1] = _nbytes([batch.input_ids, batch.position_ids, batch.index, batch.targets])
+        need.held["context", -1] = _nbytes(context)
+        need.held["act", -1] = _nbytes(hidden)
         for unit in {unit.structure: unit for unit in reversed(decoder.units)}.values():
-            if unit.name == HEAD:
-                self._measure_head(head, batch, hidden, need)
-            else:
-                self._measure_unit(unit, batch, hidden, context, need, keep=keep)
-        self._known[shape, keep] = need
+            slots = self._slots(unit)
+            if unit is head:
+                gradients = {name: self._gradient(name) for name in slots}
+                note(
+                    "LOSS",
+                    head,
+                    partial(self._templates.loss, head, slots, batch, hidden, gradients, 1.0, first=True),
+                )
+                note("SCORE", head, partial(self._templates.score, head, slots, batch, hidden))
+                continue
+            source = None if unit is embedding else hidden
+            keeps = keep or unit.cheap_graph
+            note("FORWARD", unit, partial(self._forward, unit, batch, source, context, keep=keeps))
+            graph = self._forward(unit, batch, source, context, keep=True)[2] if keeps else None
+            need.held["graph", unit.structure] = 0 if graph is None else graph.nbytes
+            self._note_backward(note, unit, batch, source, context, graph, hidden)
 
-    def _measure_unit(
-        self, unit: Unit, batch: Batch, hidden: torch.Tensor, context: list[Arguments], need: Need, *, keep: bool
+    def _note_backward(
+        self,
+        note: Callable[[str, Unit, Callable[[], object]], None],
+        unit: Unit,
+        batch: Batch,
+        hidden: torch.Tensor | None,
+        context: list[Arguments],
+        graph: Graph | None,
+        upstream: torch.Tensor,
     ) -> None:
-        source = None if unit.name == EMBEDDING else hidden
-        keep = keep or unit.cheap_graph
-        slots, gradient = self._slots(unit), self._gradient(unit.name)
         seed = 0 if self._templates.decoder.dropout else None
-        need.peak["FORWARD", unit.structure] = self._device.workspace(
-            lambda: self._forward(unit, batch, source, context, keep=keep)
+        run = partial(
+            self._templates.backward,
+            unit,
+            self._slots(unit),
+            batch,
+            hidden,
+            context,
+            graph,
+            upstream,
+            self._gradient(unit.name),
+            seed,
+            first=True,
         )
-        graph = self._forward(unit, batch, source, context, keep=True)[2] if keep else None
-        need.held["graph", unit.structure] = 0 if graph is None else graph.nbytes
-        need.peak["BACKWARD", unit.structure] = self._device.workspace(
-            lambda: self._templates.backward(
-                unit, slots, batch, source, context, graph, hidden, gradient, seed, first=True
-            )
-        )
-
-    def _measure_head(self, head: Unit, batch: Batch, hidden: torch.Tensor, need: Need) -> None:
-        slots = self._slots(head)
-        gradients = {name: self._gradient(name) for name in slots}
-        need.peak["LOSS", head.structure] = self._device.workspace(
-            lambda: self._templates.loss(head, slots, batch, hidden, gradients, 1.0, first=True)
-        )
-        need.peak["SCORE", head.structure] = self._device.workspace(
-            lambda: self._templates.score(head, slots, batch, hidden)
-        )
+        note("BACKWARD", unit, run)
 
     def _forward(
         self, unit: Unit, batch: Batch, hidden: torch.Tensor | None, context: list[Arguments] | None, *, keep: bool

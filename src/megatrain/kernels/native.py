@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _EXTENSION = "megatrain.kernels._native"
 _INTERFACE = 1
 _HOW_TO_BUILD = (
-    "to build it, install a C++17 compiler and reinstall MegaTrain with `pip install -v`, "
+    "to build it, install a C++17 compiler and Python headers, reinstall MegaTrain with `pip install -v`, "
     "or run `make native` in a checkout"
 )
 

@@ -20,7 +20,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from megatrain.errors import UserError
 from megatrain.layout import Layout, build_layout
+from megatrain.models._compiled import LayerFunction, compiled, layer_function
 from megatrain.models._linear import StreamedLinear
+from megatrain.models._masks import packing_known
 from megatrain.models._skeleton import build_skeleton, has_dropout, move_buffers, structure_key
 
 Arguments = dict[str, Any]
@@ -90,6 +92,7 @@ class Decoder:
         device: torch.device,
         attn_implementation: str = "sdpa",
         trust_remote_code: bool = False,
+        compile: bool = False,
     ) -> None:
         causal = build_skeleton(config, dtype, attn_implementation, trust_remote_code)
         self.config, self._causal = causal.config, causal
@@ -128,6 +131,10 @@ class Decoder:
         for module in (base, causal, *self._templates.values()):
             move_buffers(module, device)
             module.train(self.dropout)
+        self._functions: dict[int, LayerFunction] = {}
+        for structure, template in self._templates.items():
+            function = layer_function(template)
+            self._functions[structure] = compiled(function, type(template).__name__) if compile else function
 
     def prologue(
         self, weights: Weights, input_ids: torch.Tensor, position_ids: torch.Tensor | None
@@ -135,7 +142,8 @@ class Decoder:
         """Input of the first layer ``[batch, tokens, width]`` and the arguments of every layer, in order."""
         self._calls.clear()
         arguments = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
-        functional_call(self._base, dict(weights), args=(), kwargs=arguments)
+        with packing_known(position_ids is not None):
+            functional_call(self._base, dict(weights), args=(), kwargs=arguments)
         if len(self._calls) != len(self.units) - 2:
             raise self._unsupported(f"its forward calls {len(self._calls)} of its {len(self.units) - 2} layers")
         hidden = self._calls[0][0]
@@ -149,7 +157,7 @@ class Decoder:
 
     def layer(self, unit: Unit, weights: Weights, hidden: torch.Tensor, arguments: Arguments) -> torch.Tensor:
         """Output of one layer ``[batch, tokens, width]``."""
-        output = functional_call(self._templates[unit.structure], dict(weights), (hidden,), arguments)
+        output = self._functions[unit.structure](dict(weights), hidden, arguments)
         result: torch.Tensor = output[0] if isinstance(output, tuple) else output
         return result
 

@@ -1,0 +1,124 @@
+"""Steps of a model shape: seconds, tokens/s, 6N TFLOP/s, and the share of the compute-only bound in the same run.
+
+    python benchmarks/steps.py --shape 7b --tokens 16384 65536 131072
+
+The bound is the time of the same layers, head and embedding on the same shapes with all weights resident and nothing
+else going on. Loss, clipping and optimizer are inside the timing of a step; the data is random, every token counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from _shapes import SHAPES, random_batch, random_model, shape_config
+
+from megatrain import AdamW, Model
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="7b")
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 65536, 131072], help="tokens per step")
+    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=3, help="timed steps, after two that are not")
+    parser.add_argument("--max-grad-norm", type=float, default=1.0)
+    parser.add_argument("--option", action="append", default=[], help="name=value of Model, as JSON where it parses")
+    parser.add_argument("--no-bound", action="store_true")
+    parser.add_argument("--out", type=Path, help="append one JSON line a row")
+    return parser.parse_args()
+
+
+def options(pairs: list[str]) -> dict[str, Any]:
+    """Model options from ``name=value`` pairs."""
+    result: dict[str, Any] = {}
+    for pair in pairs:
+        name, _, text = pair.partition("=")
+        try:
+            result[name] = json.loads(text)
+        except json.JSONDecodeError:
+            result[name] = text
+    return result
+
+
+def hardware() -> dict[str, Any]:
+    """What this ran on."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "cpu": platform.processor() or platform.machine(),
+        "cores": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit.stdout.strip() or None,
+        "command": " ".join(sys.argv),
+    }
+
+
+def time_steps(model: Model, batches: list[list[dict[str, torch.Tensor]]], timed: int) -> list[float]:
+    """Seconds of the last ``timed`` steps, each from the end of the step before to its own end."""
+    seconds, last = [], time.perf_counter()
+    for step in batches:
+        result = model.step(step)
+        now = time.perf_counter()
+        seconds.append(now - last)
+        last = now
+        print(f"  {seconds[-1]:7.3f} s  loss {result.loss:.4f}  norm {result.grad_norm:.3f}", flush=True)
+    return seconds[-timed:]
+
+
+def main() -> None:
+    """Run every row."""
+    args = arguments()
+    config = shape_config(args.shape, args.layers)
+    started = time.perf_counter()
+    model = random_model(config, optimizer=AdamW(lr=1e-5), max_grad_norm=args.max_grad_norm, **options(args.option))
+    print(
+        f"{args.shape}: {model.num_parameters / 1e9:.3f}e9 parameters, built in {time.perf_counter() - started:.1f} s"
+    )
+    for tokens in args.tokens:
+        rows = tokens // args.seq_len // args.micro_batches
+        steps = [
+            [random_batch(config.vocab_size, rows, args.seq_len, 100 * s + m) for m in range(args.micro_batches)]
+            for s in range(args.steps + 2)
+        ]
+        seconds = time_steps(model, steps, args.steps)
+        median = statistics.median(seconds)
+        flops = 6 * model.num_parameters * tokens
+        row: dict[str, Any] = {
+            "shape": args.shape,
+            "layers": config.num_hidden_layers,
+            "parameters": model.num_parameters,
+            "tokens": tokens,
+            "seconds": median,
+            "all_seconds": seconds,
+            "tokens_per_second": tokens / median,
+            "tflops_6n": flops / median / 1e12,
+            "device_peak_gib": model.memory.device_peak / 2**30,
+            "host_gib": model.memory.host_bytes / 2**30,
+            "options": options(args.option),
+            "max_grad_norm": args.max_grad_norm,
+        }
+        if not args.no_bound:
+            bound = model.compute_bound(rows, args.seq_len, args.micro_batches)
+            row |= {"bound_seconds": bound, "bound_tflops_6n": flops / bound / 1e12, "share": bound / median}
+        print(json.dumps(row), flush=True)
+        if args.out:
+            with args.out.open("a") as file:
+                file.write(json.dumps(row | hardware()) + "\n")
+    model.close()
+
+
+if __name__ == "__main__":
+    main()

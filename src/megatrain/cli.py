@@ -1,0 +1,228 @@
+"""The command line. Nothing heavy is imported before the first line has been printed."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from megatrain import __version__
+from megatrain.errors import LaneError, UserError
+
+if TYPE_CHECKING:
+    from megatrain.config import RunConfig
+    from megatrain.loggers.console import ConsoleLogger
+    from megatrain.run_folder import RunFolder
+
+HELP = """\
+Full-precision training of models larger than your GPU.
+Start here:  megatrain doctor                what this machine can train
+             megatrain train run.yaml --dry-run
+             megatrain train run.yaml [key=value ...]
+"""
+
+
+class _Group(TyperGroup):
+    """Shows the first screen before the list of commands."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        formatter.write(HELP)
+        self.format_options(ctx, formatter)
+
+
+app = typer.Typer(
+    cls=_Group,
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _root() -> None:
+    pass
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def train(
+    words: Annotated[list[str] | None, typer.Argument(metavar="[FILE] [key=value ...]", show_default=False)] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, train nothing, write nothing.")] = False,
+) -> None:
+    """Train a model as FILE and the key=value words say."""
+    started = time.monotonic()
+    print(f"megatrain {__version__}", flush=True)
+    with _reported() as report:
+        from megatrain.config_file import dump_config, load_config
+
+        file, overrides = _file_and_overrides(words or [])
+        config = load_config(file, overrides)
+        resolved = dump_config(config)
+        _train(config, resolved, started, dry_run, report)
+
+
+def _train(config: RunConfig, resolved: str, started: float, dry_run: bool, report: _Report) -> None:
+    from megatrain.run_folder import RunFolder, quiet_libraries
+
+    run = report.run = RunFolder(Path(config.output_dir))
+    run.check(config.checkpoint.resume)
+    if not dry_run:
+        print(f"run     {run.path}, all options in {run.resolved}", flush=True)
+    with _console(config.logging.every) as console:
+        console.progress("starting", 0, 0)
+        early = quiet_libraries()
+        from megatrain.preflight import prepare
+
+        prepared = prepare(config, console.progress)
+        if dry_run:
+            from megatrain.dry_run import describe
+
+            for line in describe(prepared, resolved):
+                console.note(line)
+            return
+        run.create(resolved, early)
+        from megatrain import trainer
+
+        outcome = trainer.train(prepared, run, console, started)
+    if isinstance(outcome, trainer.Stopped):
+        print(f"stopped after step {outcome.step} of {outcome.total_steps}, state saved in {outcome.saved}")
+        print(f"resume  {_resume_command(run)}")
+        raise typer.Exit(128 + outcome.signal_number)
+
+
+@app.command()
+def generate(
+    folder: Annotated[Path, typer.Argument(help="An exported model, such as runs/first/final.")],
+    prompt: Annotated[str, typer.Argument(help="The question.")] = "What can you help me with?",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length limit of the answer.")] = 256,
+) -> None:
+    """Ask an exported model one question, and print its most likely answer."""
+    with _reported():
+        from megatrain.generate import answer
+
+        print(answer(folder, prompt, max_new_tokens))
+
+
+@app.command()
+def export(
+    source: Annotated[Path, typer.Argument(help="A run's folder (its newest save), or one of its saves.")],
+    target: Annotated[Path, typer.Argument(help="New folder for the Hugging Face checkpoint.")],
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; default: the source's.")] = None,
+) -> None:
+    """Write a save of a run as a Hugging Face checkpoint."""
+    print(f"megatrain {__version__}", flush=True)
+    with _reported(), _console() as console:
+        from megatrain.export_save import export_save
+        from megatrain.run_folder import quiet_libraries
+
+        quiet_libraries()
+        export_save(source, target, dtype, console.progress)
+        console.note(f"model   {target}")
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine can train, and what to correct. Needs neither a GPU nor torch."""
+    print(f"megatrain {__version__}", flush=True)
+    with _reported():
+        from megatrain.doctor import examine, verdict
+        from megatrain.machine import probe
+
+        machine = probe()
+        findings = examine(machine, Path.cwd())
+        for finding in findings:
+            print(f"{finding.subject:7} {finding.text}")
+            if finding.fix:
+                print(f"  fix:   {finding.fix}")
+        print(f"verdict {verdict(machine, findings)}")
+        if any(f.blocks for f in findings):
+            raise typer.Exit(1)
+
+
+def _file_and_overrides(words: list[str]) -> tuple[str | None, list[str]]:
+    files = [w for w in words if Path(w).is_file() or ("=" not in w and not w.startswith("-"))]
+    if len(files) > 1:
+        raise UserError(f"{files[1]}: a second file\n  fix:   give one file; write options as section.key=value")
+    return (files[0] if files else None), [w for w in words if w not in files]
+
+
+@contextmanager
+def _console(every: int = 1) -> Iterator[ConsoleLogger]:
+    from rich.console import Console
+
+    from megatrain.loggers.console import ConsoleLogger
+
+    console = ConsoleLogger(Console(highlight=False), every)
+    try:
+        yield console
+    finally:
+        console.close()
+
+
+class _Report:
+    """What an error message needs to know of the run."""
+
+    run: RunFolder | None = None
+
+
+@contextmanager
+def _reported() -> Iterator[_Report]:
+    """Turns errors into what the user reads, and into the exit code: 2 for a user's mistake, 1 for ours."""
+    report = _Report()
+    try:
+        yield report
+    except UserError as error:
+        if report.run and not report.run.metrics.exists():
+            report.run.abandon()
+        nothing = not (report.run and report.run.created)
+        print(f"error: {error}", file=sys.stderr)
+        print(
+            "(exit 2, nothing was written)" if nothing else f"(exit 2, log: {report.run and report.run.log})",
+            file=sys.stderr,
+        )
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        if report.run and not report.run.metrics.exists():
+            report.run.abandon()
+        print("interrupted; nothing of this moment was saved", file=sys.stderr)
+        raise typer.Exit(130) from None
+    except typer.Exit:
+        raise
+    except Exception as error:
+        _print_failure(error, report.run)
+        raise typer.Exit(1) from None
+    finally:
+        if report.run:
+            report.run.close()
+
+
+def _print_failure(error: Exception, run: RunFolder | None) -> None:
+    """An error that is not the user's: where it happened, where the log is, how to go on."""
+    where = str(error) if isinstance(error, LaneError) else f"{type(error).__name__}: {error}"
+    print(f"failed: {where}", file=sys.stderr)
+    if not isinstance(error, LaneError):
+        print("  lane:  main, no unit", file=sys.stderr)
+    if run and run.created:
+        logging.getLogger("megatrain").error("the run failed", exc_info=error)
+        print(f"  log:   {run.log}\n  resume {_resume_command(run)}", file=sys.stderr)
+    else:
+        logging.lastResort = None
+        import traceback
+
+        traceback.print_exception(error, file=sys.stderr)
+
+
+def _resume_command(run: RunFolder) -> str:
+    return f"megatrain train {run.resolved} checkpoint.resume=auto"
+
+
+def main() -> None:
+    """Entry point of the ``megatrain`` command."""
+    app()

@@ -1,0 +1,222 @@
+"""The configuration of a run: frozen dataclasses, the one place where an option, its default and its range stand.
+
+The YAML reader (:mod:`megatrain.config_file`) and ``docs/config.md`` are generated from these classes, so an
+option that is added here is validated, documented and accepted on the command line without another list.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, Literal, get_type_hints
+
+from megatrain.errors import UserError
+
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)} | {f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)}
+
+
+def parse_bytes(field_name: str, value: str | int | None) -> int | None:
+    """Bytes of ``value``: a whole number, or a text such as ``400MiB`` or ``24 GB``; None stays None.
+
+    Raises :class:`UserError` naming ``field_name`` for anything else, and for sizes below one byte.
+    """
+    if value is None:
+        return None
+    match = re.fullmatch(r"\s*(\d*\.?\d+)\s*([A-Za-z]*)\s*", str(value))
+    scale = _UNITS.get(match[2].lower()) if match else None
+    size = int(float(match[1]) * scale) if match and scale else 0
+    if size < 1:
+        raise UserError(
+            f"{field_name}: {value!r} is not a size\n  fix:   write it as 400MiB, 24GiB or a number of bytes"
+        )
+    return size
+
+
+def option(
+    doc: str,
+    default: Any = MISSING,
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+    size: bool = False,
+) -> Any:
+    """A field with its documentation, its allowed range and, for ``size``, the rule that it is read as bytes."""
+    limits = {k: v for k, v in (("ge", ge), ("gt", gt), ("le", le), ("lt", lt)) if v is not None}
+    metadata = {"doc": doc, "limits": limits, "size": size}
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def section(cls: type, doc: str) -> Any:
+    """A nested section; its default is the section with all of its own defaults, where it has them."""
+    required = any(f.default is MISSING and f.default_factory is MISSING for f in fields(cls))
+    metadata = {"doc": doc, "section": cls}
+    return field(metadata=metadata) if required else field(default_factory=cls, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model is trained."""
+
+    name_or_path: str = option("Folder of the model, or its name on the Hugging Face hub.")
+    revision: str | None = option("Branch, tag or commit of a hub name. Default: the hub's main branch.", None)
+    trust_remote_code: bool = option("Run Python code that the model's own folder brings.", False)
+    attn_implementation: Literal["sdpa", "eager"] = option("Attention kernel of the model.", "sdpa")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """What it is trained on."""
+
+    train: str = option("JSONL file with one training row per line.")
+    format: str = option(
+        "Form of the rows: `messages`, `prompt_completion` or `text`; `auto` decides by the first row's columns.",
+        "auto",
+    )
+    columns: dict[str, str] = option(
+        "Names of the columns where the file has others than ours, as `{messages: conversations, role: from}`.",
+        {},
+    )
+    chat_template: str | None = option(
+        "Jinja file that replaces the model's chat template, or `none` to train prompt_completion rows as plain text. "
+        "Default: the model's own template.",
+        None,
+    )
+    max_seq_len: int | None = option(
+        "Longest row, in tokens. Default: what the model has positions for, at most 4096.", None, ge=2
+    )
+    too_long: Literal["auto", "drop", "truncate", "split"] = option(
+        "Rows longer than max_seq_len: left out, cut at the end, or (text only) split into several rows. "
+        "`auto` splits text and drops dialogues.",
+        "auto",
+    )
+    bad_rows: Literal["stop", "skip"] = option(
+        "A row that cannot be read or trained on: stop before the run, or leave it out and count it.", "stop"
+    )
+    max_bad_share: float = option(
+        "With bad_rows=skip, the share of bad rows that stops the run after all.", 0.1, ge=0, le=1
+    )
+    shuffle: bool = option("Visit the rows in a new random order in each epoch.", True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """How long, and in steps of what size."""
+
+    epochs: int = option("Passes over the data.", 1, ge=1)
+    max_steps: int | None = option("Length of the run in optimizer steps, in place of epochs.", None, ge=1)
+    batch_size: int = option("Rows per optimizer step.", 16, ge=1)
+    micro_batch_size: int = option(
+        "Rows that pass through the model at a time. Changes memory and speed, not the result.", 4, ge=1
+    )
+    seed: int = option("Seed of the row order and of dropout.", 0, ge=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimConfig:
+    """AdamW, in full precision; norm weights, biases and vectors are not decayed."""
+
+    lr: float = option("Highest learning rate.", 1e-5, gt=0, le=1)
+    beta1: float = option("Decay of the gradient's running mean.", 0.9, ge=0, lt=1)
+    beta2: float = option("Decay of the squared gradient's running mean.", 0.999, ge=0, lt=1)
+    eps: float = option("Added to the square root of the second moment.", 1e-8, gt=0, le=1)
+    weight_decay: float = option("Decoupled weight decay.", 0.01, ge=0, le=1)
+    max_grad_norm: float | None = option("Clip the gradient's global norm to this; null: no clipping.", 1.0, gt=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleConfig:
+    """The learning rate as a function of the optimizer step."""
+
+    type: Literal["constant", "linear", "cosine"] = option("Shape after the warm-up.", "cosine")
+    warmup: float = option("Steps of linear warm-up; below 1: that share of all steps.", 0.03, ge=0)
+    min_lr_ratio: float = option("Rate of the last step, as a share of optim.lr (not for constant).", 0.1, ge=0, le=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementConfig:
+    """Where it runs and how much memory it may take."""
+
+    device: Literal["auto", "cuda", "cpu"] = option("Compute device; `auto` takes a CUDA GPU, else the CPU.", "auto")
+    device_memory: str | int | None = option(
+        "Most device memory the run may take, as `24GiB`. Default: what is free.", None, size=True
+    )
+    host_memory: str | int | None = option(
+        "Most host memory the run may take, as `110GiB`. Default: what is free, container limits counted.",
+        None,
+        size=True,
+    )
+    slots: int = option("Device buffers that layers stream through.", 2, ge=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeConfig:
+    """Precision and recompute. Masters and moments are always FP32."""
+
+    dtype: Literal["bfloat16", "float32"] | None = option(
+        "Number format of forward and backward. Default: bfloat16 on a GPU, float32 on the CPU.", None
+    )
+    activations: Literal["recompute", "keep"] = option(
+        "Recompute each layer in backward, or keep what it saved.", "recompute"
+    )
+    gradient_dtype: Literal["bfloat16", "float32"] | None = option(
+        "Number format of gradients in host memory. Default: that of compute.dtype.", None
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """Training state that a run can be resumed from."""
+
+    every: int = option("Steps between saves; 0 saves only when the run is interrupted.", 500, ge=0)
+    keep: int = option("Newest saves that are kept.", 2, ge=1)
+    resume: str = option("`no`, `auto` (the newest complete save in output_dir) or the folder of a save.", "no")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportConfig:
+    """The trained model, written at the end as a Hugging Face checkpoint to output_dir/final."""
+
+    dtype: Literal["bfloat16", "float16", "float32"] | None = option(
+        "Number format of the exported weights. Default: that of the source.", None
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggingConfig:
+    """What is shown. Every step is always written to output_dir/metrics.jsonl."""
+
+    every: int = option("Steps between console lines.", 1, ge=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """One training run."""
+
+    model: ModelConfig = section(ModelConfig, "which model")
+    data: DataConfig = section(DataConfig, "training data")
+    train: TrainConfig = section(TrainConfig, "length and step size")
+    optim: OptimConfig = section(OptimConfig, "optimizer")
+    schedule: ScheduleConfig = section(ScheduleConfig, "learning rate over time")
+    placement: PlacementConfig = section(PlacementConfig, "device and memory")
+    compute: ComputeConfig = section(ComputeConfig, "precision and recompute")
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "save and resume")
+    export: ExportConfig = section(ExportConfig, "the exported model")
+    logging: LoggingConfig = section(LoggingConfig, "what is shown")
+    output_dir: str = option("Folder of the run: log, metrics, saves and the trained model. Must be new or empty.")
+
+
+def options(cls: type = RunConfig, prefix: str = "") -> dict[str, tuple[Field[Any], Any]]:
+    """Every option by its dotted name: ``{"optim.lr": (dataclass field, type)}``, in the order of the classes."""
+    hints = get_type_hints(cls)
+    found: dict[str, tuple[Field[Any], Any]] = {}
+    for f in fields(cls):
+        if "section" in f.metadata:
+            found |= options(f.metadata["section"], f"{prefix}{f.name}.")
+        else:
+            found[prefix + f.name] = (f, hints[f.name])
+    return found

@@ -1,0 +1,156 @@
+"""What this machine has: cores, memory with the limits of a container, GPU, disk. No torch, nothing is started."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One NVIDIA GPU; memory in bytes."""
+
+    name: str
+    memory: int
+    memory_free: int
+    compute_capability: tuple[int, int]
+    driver: str
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One machine as this process may use it; memory in bytes.
+
+    ``memory`` is what the container or the machine has, ``memory_free`` what is left of it; ``locked_limit`` is the
+    most that may be pinned (None: no limit). ``gpu_problem`` says why no GPU was found, where that is known.
+    """
+
+    cores: int
+    cores_present: int
+    memory: int
+    memory_free: int
+    memory_limited_by: str
+    locked_limit: int | None
+    gpus: tuple[Gpu, ...]
+    gpu_problem: str
+    system: str
+    wsl: bool
+
+
+def probe() -> Machine:
+    """This machine. Takes milliseconds; the GPU is asked through the driver's library, not through torch."""
+    memory, free, limited_by = _memory()
+    gpus, problem = _gpus()
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    release = platform.release().lower()
+    return Machine(
+        cores=len(os.sched_getaffinity(0)),
+        cores_present=os.cpu_count() or 1,
+        memory=memory,
+        memory_free=free,
+        memory_limited_by=limited_by,
+        locked_limit=None if soft == resource.RLIM_INFINITY else soft,
+        gpus=gpus,
+        gpu_problem=problem,
+        system=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        wsl="microsoft" in release or "wsl" in release,
+    )
+
+
+def disk_free(folder: str | Path) -> int:
+    """Bytes free where ``folder`` is or would be made."""
+    path = Path(folder).absolute()
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def _memory() -> tuple[int, int, str]:
+    """``(total, free, what limits it)``: the machine's memory, or the tightest cgroup around this process."""
+    machine = psutil.virtual_memory()
+    total, free, by = machine.total, machine.available, "the machine"
+    for limit, used in _cgroup_limits():
+        if limit < total:
+            total, by = limit, "the container (cgroup)"
+        free = min(free, max(0, limit - used))
+    return total, free, by
+
+
+def _cgroup_limits(
+    root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc/self/cgroup")
+) -> list[tuple[int, int]]:
+    """``(limit, used)`` in bytes of each memory-limited cgroup from this process up to the root, v2 and v1.
+
+    Page cache that the kernel would give back (``inactive_file``) does not count as used.
+    """
+    try:
+        lines = [line.split(":", 2) for line in proc.read_text().splitlines()]
+    except OSError:
+        return []
+    found = []
+    for number, controllers, path in lines:
+        if number == "0":
+            base, names = root, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base, names = (
+                root / "memory",
+                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+            )
+        else:
+            continue
+        here = base / path.lstrip("/")
+        # Inside a container the path may be that of the host and not exist; the mount point is then the group.
+        for folder in (f for f in (here, *here.parents) if f == base or base in f.parents):
+            limit, used = _number(folder / names[0]), _number(folder / names[1])
+            if limit is not None and used is not None:
+                found.append((limit, max(0, used - _stat(folder / "memory.stat", names[2]))))
+    return found
+
+
+def _number(file: Path) -> int | None:
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _stat(file: Path, name: str) -> int:
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(name + " ")), 0)
+
+
+def _gpus() -> tuple[tuple[Gpu, ...], str]:
+    """The NVIDIA GPUs, or none and why."""
+    try:
+        import pynvml
+    except ImportError:
+        return (), "the package nvidia-ml-py is not installed"
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as e:
+        return (), f"no NVIDIA driver ({e})"
+    try:
+        driver = pynvml.nvmlSystemGetDriverVersion()
+        gpus = []
+        for i in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(i)
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+            capability = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+            gpus.append(Gpu(pynvml.nvmlDeviceGetName(handle), memory.total, memory.free, tuple(capability), driver))
+        return tuple(gpus), "" if gpus else "the driver reports no GPU"
+    except pynvml.NVMLError as e:
+        return (), f"the driver gave no answer ({e})"
+    finally:
+        pynvml.nvmlShutdown()

@@ -1,0 +1,58 @@
+"""Compiled templates: one function a structure, reused by every layer of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.exc import TorchDynamoException
+from torch.func import functional_call
+
+_log = logging.getLogger(__name__)
+
+LayerFunction = Callable[[dict[str, torch.Tensor], torch.Tensor, dict[str, Any]], Any]
+
+
+def layer_function(template: nn.Module) -> LayerFunction:
+    """``(weights, hidden, arguments) -> output`` of a layer."""
+
+    def run(weights: dict[str, torch.Tensor], hidden: torch.Tensor, arguments: dict[str, Any]) -> Any:
+        return functional_call(template, weights, (hidden,), arguments)
+
+    return run
+
+
+def compiled(function: LayerFunction, name: str) -> LayerFunction:
+    """``function`` compiled at its first call for each shape; where that fails, as it is, with one warning.
+
+    Weights are arguments, not attributes, so all layers of a structure share two graphs: forward alone, and forward
+    with backward.
+    """
+    # A code object of its own: torch.compile counts recompilations by code object, and structures must not share them.
+    own = FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        closure=function.__closure__,
+    )
+    fast: LayerFunction = torch.compile(own)
+    usable = True
+
+    def run(weights: dict[str, torch.Tensor], hidden: torch.Tensor, arguments: dict[str, Any]) -> Any:
+        nonlocal usable
+        if usable:
+            try:
+                return fast(weights, hidden, arguments)
+            except TorchDynamoException as error:
+                usable = False
+                _log.warning(
+                    "torch.compile failed for %s, which runs as it is from here on, some 20 %% slower: %s",
+                    name,
+                    str(error).strip().splitlines()[0],
+                )
+        return function(weights, hidden, arguments)
+
+    return run

@@ -1,0 +1,176 @@
+"""Everything before the first weight is read: model files, tokenizer, rows, order, rate, memory and disk.
+
+What a user may have got wrong is found here, in seconds and before anything is written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatrain import machine
+from megatrain.config import RunConfig, parse_bytes
+from megatrain.datasets._batches import Batches
+from megatrain.datasets._load import Dataset, Progress, load_dataset
+from megatrain.errors import UserError
+from megatrain.hub import find_model
+from megatrain.loggers._screens import disk_size, size
+from megatrain.schedule import Schedule
+
+STATE_BYTES = 12  # of host memory and of a save, per parameter: FP32 master and two FP32 moments
+_EXPORT_BYTES = {"F32": 4, "float32": 4}  # all other formats take 2
+_PROCESS_BYTES = 600 << 20  # interpreter, torch, tokenizer and rows
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a run is made of. ``device`` is ``cuda`` or ``cpu``, ``dtype`` the compute dtype.
+
+    Bytes: ``host_bytes`` of training state in host memory, ``host_limit`` of what may be used, ``save_bytes`` of one
+    save, ``disk_free`` where the run is written.
+    """
+
+    config: RunConfig
+    folder: Path
+    tokenizer: Any
+    data: Dataset
+    batches: Batches
+    schedule: Schedule
+    total_steps: int
+    parameters: int
+    device: str
+    dtype: str
+    host_bytes: int
+    host_limit: int
+    save_bytes: int
+    disk_free: int
+
+    @property
+    def name(self) -> str:
+        """The model's name without its owner or path."""
+        return Path(self.config.model.name_or_path.rstrip("/")).name
+
+
+def prepare(config: RunConfig, progress: Progress) -> Prepared:
+    """Find, read and check everything that ``config`` names. Raises :class:`UserError`; writes nothing."""
+    m = config.model
+    folder = find_model(m.name_or_path, m.revision, m.trust_remote_code, progress)
+    model_config = _model_config(folder, m.trust_remote_code)
+    parameters, stored = _count_parameters(folder, model_config)
+    device, dtype = _device_and_dtype(config)
+    gradient = {"float32": 4, "bfloat16": 2}[config.compute.gradient_dtype or dtype]
+    host_bytes, limit = parameters * (STATE_BYTES + gradient), _host_limit(config)
+    _check_host(host_bytes, limit)
+    tokenizer = _tokenizer(folder, m.trust_remote_code)
+    text = model_config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    data = load_dataset(config.data, tokenizer, vocab_size=text.vocab_size, positions=positions, progress=progress)
+    batches = _batches(config, tokenizer, data)
+    total = config.train.max_steps or config.train.epochs * batches.steps_per_epoch
+    schedule = Schedule.from_config(config.schedule, config.optim.lr, total)
+    saves = config.checkpoint.keep + 1 if 0 < config.checkpoint.every < total else 1
+    export = parameters * _EXPORT_BYTES.get(config.export.dtype or stored, 2)
+    disk_free = machine.disk_free(config.output_dir)
+    _check_disk(config, saves * parameters * STATE_BYTES, saves, export, disk_free)
+    return Prepared(
+        config=config,
+        folder=folder,
+        tokenizer=tokenizer,
+        data=data,
+        batches=batches,
+        schedule=schedule,
+        total_steps=total,
+        parameters=parameters,
+        device=device,
+        dtype=dtype,
+        host_bytes=host_bytes,
+        host_limit=limit,
+        save_bytes=parameters * STATE_BYTES,
+        disk_free=disk_free,
+    )
+
+
+def _model_config(folder: Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (ValueError, KeyError, OSError, TypeError) as e:
+        raise UserError(
+            f"model.name_or_path: {folder / 'config.json'}: {' '.join(str(e).split())[:200]}\n"
+            "  fix:   give a model that this version of transformers knows, or correct config.json"
+        ) from None
+
+
+def _count_parameters(folder: Path, model_config: Any) -> tuple[int, str]:
+    """Parameters by the headers of the weight files, a tied head counted once; and the stored dtype."""
+    from megatrain.model_files import ModelFiles
+
+    files = ModelFiles(folder)
+    tied = model_config.get_text_config().tie_word_embeddings
+    total = 0
+    for name in files.names:
+        numel = 1
+        for length in files.shape(name):
+            numel *= length
+        total += 0 if tied and name == "lm_head.weight" else numel
+    return total, files.dtype_name
+
+
+def _device_and_dtype(config: RunConfig) -> tuple[str, str]:
+    import torch
+
+    device = config.placement.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return device, config.compute.dtype or ("bfloat16" if device == "cuda" else "float32")
+
+
+def _host_limit(config: RunConfig) -> int:
+    asked = parse_bytes("placement.host_memory", config.placement.host_memory)
+    return machine.probe().memory_free if asked is None else asked
+
+
+def _check_host(need: int, limit: int) -> None:
+    if need + _PROCESS_BYTES > limit:
+        raise UserError(
+            f"placement.host_memory: the training state needs {size(need)} and the process {size(_PROCESS_BYTES)}\n"
+            f"  found: {size(limit)}, {size(need + _PROCESS_BYTES - limit)} too little\n"
+            "  fix:   a machine or container with more memory, or a smaller model"
+        )
+
+
+def _check_disk(config: RunConfig, states: int, saves: int, export: int, free: int) -> None:
+    if states + export > free:
+        raise UserError(
+            f"output_dir: {config.output_dir}: the disk is too full\n"
+            f"  needed: {disk_size(states + export)} ({saves} saves of the training state and the exported model)\n"
+            f"  found:  {disk_size(free)} free\n"
+            "  fix:    free space, name a folder on another disk, or lower checkpoint.keep"
+        )
+
+
+def _tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (ValueError, KeyError, OSError, TypeError, ImportError) as e:
+        raise UserError(
+            f"model.name_or_path: {folder}: the tokenizer cannot be read: {' '.join(str(e).split())[:200]}\n"
+            "  fix:   fetch the tokenizer files (tokenizer.json, tokenizer_config.json) of the model"
+        ) from None
+
+
+def _batches(config: RunConfig, tokenizer: Any, data: Dataset) -> Batches:
+    pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+    return Batches(
+        data.rows,
+        batch_size=config.train.batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        seed=config.train.seed,
+        shuffle=config.data.shuffle,
+        pad_id=pad,
+        fingerprint=data.fingerprint,
+    )

@@ -1,0 +1,290 @@
+"""A training run from its configuration to the exported model: the loop, its saves, and what it says meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import signal
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean
+from types import FrameType
+from typing import Any
+
+from megatrain import AdamW, Model, machine
+from megatrain.checkpoint import latest_complete, prune, step_folder
+from megatrain.config import RunConfig, parse_bytes
+from megatrain.datasets._batches import StepBatch
+from megatrain.datasets._load import Dataset, Progress
+from megatrain.loggers import Logger, StepRecord, Summary
+from megatrain.loggers._screens import DataFigures, MemoryFigures, data_line, memory_line, model_line
+from megatrain.loggers.jsonl import JsonlLogger
+from megatrain.preflight import Prepared
+from megatrain.run_folder import RunFolder
+
+_log = logging.getLogger(__name__)
+_ENDS = 10  # steps at each end of the run whose mean loss the summary shows
+_RECENT = 20  # steps that the time left is told from
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The run ended early because it was asked to; its state after ``step`` steps is in ``saved``."""
+
+    signal_number: int
+    step: int
+    total_steps: int
+    saved: Path
+
+
+@dataclass(slots=True)
+class _Totals:
+    """Sums over the steps so far; part of a save, so that a resumed run reports on the whole."""
+
+    target_tokens: int = 0
+    real_tokens: int = 0
+    padded_tokens: int = 0
+    seconds: float = 0.0
+    step_seconds: float = 0.0
+    first_losses: list[float] = field(default_factory=list)
+    last_losses: list[float] = field(default_factory=list)
+
+    def add(self, batch: StepBatch, loss: float, seconds: float) -> None:
+        self.target_tokens += batch.target_tokens
+        self.real_tokens += batch.real_tokens
+        self.padded_tokens += batch.padded_tokens
+        self.step_seconds += seconds
+        if len(self.first_losses) < _ENDS:
+            self.first_losses.append(loss)
+        self.last_losses = [*self.last_losses, loss][-_ENDS:]
+
+
+def train(prepared: Prepared, run: RunFolder, console: Logger, started: float) -> Summary | Stopped:
+    """Run ``prepared`` to its end, or until SIGINT or SIGTERM asks it to stop after the step under way.
+
+    ``run`` has been created; ``started`` is the :func:`time.monotonic` of the command's start. Errors leave through
+    the exception; what was saved stays.
+    """
+    config = prepared.config
+    with open_model(config, prepared.folder, prepared.dtype, console.progress) as model:
+        console.progress("measuring memory", 0, 0)
+        model.reserve(*prepared.batches.largest)
+        save = find_save(config.checkpoint.resume, run.checkpoints, console)
+        loop = _Loop(prepared, run, model, console, started)
+        if save is not None:
+            loop.resume(save)
+        _describe(prepared, model, console)
+        with loop.logging(), _asked_to_stop() as stop:
+            for step in range(loop.step, prepared.total_steps):
+                loop.run_step(step)
+                if stop:
+                    return Stopped(stop[0], step + 1, prepared.total_steps, loop.save())
+                if (
+                    config.checkpoint.every
+                    and (step + 1) % config.checkpoint.every == 0 < prepared.total_steps - step - 1
+                ):
+                    loop.save()
+            return loop.finish()
+
+
+def find_save(resume: str, saves: Path, console: Logger) -> Path | None:
+    """The save that ``checkpoint.resume`` means, None for a new start; says which were passed over and why."""
+    if resume == "no":
+        return None
+    if resume != "auto":
+        return Path(resume)
+    save, passed_over = latest_complete(saves)
+    for path, reason in passed_over:
+        console.note(f"passed over {path}: {reason}")
+    if save is None:
+        console.note(f"resume  no save in {saves}: starting from the beginning")
+    return save
+
+
+def open_model(config: RunConfig, folder: Path, dtype: str | None, progress: Progress) -> Model:
+    """The model with everything that the configuration says about how it is trained."""
+    o, p = config.optim, config.placement
+    return Model.from_pretrained(
+        folder,
+        optimizer=AdamW(lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay),
+        device=p.device,
+        compute_dtype=dtype,
+        max_grad_norm=o.max_grad_norm,
+        slots=p.slots,
+        device_memory=p.device_memory,
+        host_memory=p.host_memory,
+        activations=config.compute.activations,
+        gradient_dtype=config.compute.gradient_dtype,
+        seed=config.train.seed,
+        attn_implementation=config.model.attn_implementation,
+        trust_remote_code=config.model.trust_remote_code,
+        progress=progress,
+    )
+
+
+class _Loop:
+    """The state of a run between its steps."""
+
+    def __init__(self, prepared: Prepared, run: RunFolder, model: Model, console: Logger, started: float) -> None:
+        self._prepared, self._run, self._model, self._console = prepared, run, model, console
+        self._schedule, self._batches = prepared.schedule, prepared.batches
+        self._loggers: list[Logger] = [console]
+        self._totals, self._started, self._earlier = _Totals(), started, 0.0
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._steps_here = 0
+        self.step = 0
+
+    @contextmanager
+    def logging(self) -> Iterator[None]:
+        """Opens what is written beside the console, and closes it whatever happens."""
+        metrics = JsonlLogger(self._run.metrics, self.step)
+        self._loggers = [self._console, metrics]
+        try:
+            yield
+        finally:
+            metrics.close()
+
+    def resume(self, save: Path) -> None:
+        """Continue after the step that ``save`` holds."""
+        extra = self._model.load_state(save, progress=self._console.progress)
+        self.step = extra["step"]
+        self._batches.restore(extra["data"])
+        self._schedule = self._schedule.resumed(extra["schedule"], self.step)
+        self._totals = _Totals(**extra["totals"])
+        self._earlier = self._totals.seconds
+        self._console.note(f"resume  {save}, after step {self.step} of {self._prepared.total_steps}")
+
+    def save(self) -> Path:
+        """Write the training state after the last step; then remove older saves beyond the number kept."""
+        path = step_folder(self._run.checkpoints, self.step)
+        self._console.progress(f"saving {path}", 0, 0)
+        self._totals.seconds = self._wall()
+        state = {
+            "step": self.step,
+            "data": self._batches.state(),
+            "schedule": self._schedule.state(),
+            "totals": asdict(self._totals),
+        }
+        self._model.save_state(path, extra=state, progress=self._console.progress)
+        prune(self._run.checkpoints, self._prepared.config.checkpoint.keep)
+        self._console.note(f"saved   {path}")
+        return path
+
+    def run_step(self, step: int) -> None:
+        """One optimizer step, reported to every logger."""
+        total = self._prepared.total_steps
+        for logger in self._loggers:
+            logger.progress(f"step {step + 1} of {total}", step, total)
+        begun, rate = time.monotonic(), self._schedule.rate(step)
+        batch = self._batches.next_step()
+        result = self._model.step(batch.micro_batches, lr=rate)
+        seconds = time.monotonic() - begun
+        self._steps_here += 1
+        if self._steps_here > 1:  # the first one also measures and warms up
+            self._recent.append(seconds)
+        self._totals.add(batch, result.loss, seconds)
+        self.step = step + 1
+        memory = self._model.memory
+        record = StepRecord(
+            step=self.step,
+            total_steps=total,
+            epoch=batch.epoch + 1,
+            loss=result.loss,
+            lr=rate,
+            grad_norm=result.grad_norm,
+            skipped=result.skipped,
+            target_tokens=batch.target_tokens,
+            real_tokens=batch.real_tokens,
+            padded_tokens=batch.padded_tokens,
+            seconds=seconds,
+            device_peak=memory.device_peak,
+            host_bytes=memory.host_bytes,
+            seconds_left=fmean(self._recent) * (total - self.step) if self._recent else None,
+        )
+        for logger in self._loggers:
+            logger.step(record)
+
+    def finish(self) -> Summary:
+        """Export the model and report on the whole run."""
+        config, final = self._prepared.config, self._run.final
+        self._console.progress(f"writing {final}", 0, 0)
+        if final.exists():  # the export of an earlier end of this run
+            shutil.rmtree(final)
+        self._model.save_pretrained(final, dtype=config.export.dtype, progress=self._console.progress)
+        if config.data.chat_template not in (None, "none"):
+            # The model was trained with this template, so it is the one to be used with it.
+            shutil.copyfile(config.data.chat_template, final / "chat_template.jinja")
+        t, ends = self._totals, max(1, min(_ENDS, self.step // 2))
+        summary = Summary(
+            steps=self.step,
+            target_tokens=t.target_tokens,
+            real_tokens=t.real_tokens,
+            padded_tokens=t.padded_tokens,
+            seconds=self._wall(),
+            step_seconds=t.step_seconds,
+            first_loss=fmean(t.first_losses[:ends]),
+            last_loss=fmean(t.last_losses[-ends:]),
+            parameters=self._model.num_parameters,
+            exported=final,
+        )
+        for logger in self._loggers:
+            logger.summary(summary)
+        return summary
+
+    def _wall(self) -> float:
+        return self._earlier + time.monotonic() - self._started
+
+
+def data_figures(data: Dataset) -> DataFigures:
+    """The counts of a data set as the console shows them."""
+    left_out = (
+        (data.dropped_long, f"dropped (longer than {data.max_seq_len})"),
+        (data.cut, f"cut at {data.max_seq_len} tokens"),
+        (data.dropped_empty, "dropped (nothing to train on within the limit)"),
+        (len(data.bad), "skipped (bad, see run.log)"),
+    )
+    return DataFigures(len(data.rows), data.tokens, data.target_tokens, left_out)
+
+
+def _describe(prepared: Prepared, model: Model, console: Logger) -> None:
+    memory, probed = model.memory, machine.probe()
+    gpu = prepared.device == "cuda"
+    budget = memory.device_budget or (probed.gpus[0].memory if gpu else probed.memory)
+    console.note(model_line(prepared.name, model.num_parameters, prepared.dtype))
+    console.note(data_line(data_figures(prepared.data)))
+    figures = MemoryFigures(
+        device="GPU" if gpu else "device (CPU)",
+        device_used=memory.device_peak,
+        device_total=budget,
+        host_used=memory.host_bytes,
+        host_total=parse_bytes("placement.host_memory", prepared.config.placement.host_memory) or probed.memory,
+        save=prepared.save_bytes,
+        disk_free=prepared.disk_free,
+    )
+    console.note(memory_line(figures))
+    for line, bad in prepared.data.bad:
+        _log.warning("%s line %d skipped: %s", prepared.config.data.train, line, bad.reason)
+
+
+@contextmanager
+def _asked_to_stop() -> Iterator[list[int]]:
+    """A list that receives the first SIGINT or SIGTERM; the step under way completes. A second one interrupts."""
+    received: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> Any:
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+        _log.info("signal %d: stopping after this step", number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(n, handle) for n in numbers]
+    try:
+        yield received
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
