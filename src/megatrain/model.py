@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
@@ -29,7 +30,7 @@ from megatrain.losses.cross_entropy import token_losses
 from megatrain.model_files import ModelFiles
 from megatrain.models.decoder import Decoder
 from megatrain.optimizers.adamw import AdamW
-from megatrain.store import Slab, Store
+from megatrain.store import Store
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -131,14 +132,15 @@ class Model:
         self._gradients_kept = False
         self._step = self._skipped_in_a_row = 0
         self._device = open_device(device) if isinstance(device, str) else device
-        _log.info("device: %s", self._device.name)
-        try:
+        with ExitStack() as undo:  # a constructor that fails leaves neither threads nor pinned memory behind
+            undo.callback(self._device.close)
             compute = self._compute_dtype(compute_dtype)
             gradient = compute
             if gradient_dtype is not None:
                 gradient = _DTYPES[_check_choice("compute.gradient_dtype", gradient_dtype, _DTYPES)]
+            _log.info("device: %s, compute dtype %s", self._device.name, str(compute).removeprefix("torch."))
             self._kernel = kernels.load(kernel)  # type: ignore[arg-type]
-            decoder = Decoder(
+            self._decoder = Decoder(
                 config,
                 dtype=compute,
                 device=self._device.torch_device,
@@ -146,8 +148,7 @@ class Model:
                 trust_remote_code=trust_remote_code,
                 compile=self._device.name == "cuda" if compile is None else compile,
             )
-            self._decoder = decoder
-            layouts = {unit.name: unit.layout for unit in decoder.units}
+            layouts = {unit.name: unit.layout for unit in self._decoder.units}
             budget = parse_bytes("placement.device_memory", device_memory)
             sizes = {name: Slab.nbytes(layout, compute, gradient) for name, layout in layouts.items()}
             heads = {name: layout.numel * compute.itemsize for name, layout in layouts.items()}
@@ -155,7 +156,9 @@ class Model:
             weights = resident_units("placement.weights", weights_on_device, heads)
             self._check_host(
                 parse_bytes("placement.host_memory", host_memory),
-                sum(nbytes for name, nbytes in sizes.items() if name not in states),
+                Store.bytes_needed(
+                    [layout for name, layout in layouts.items() if name not in states], compute, gradient
+                ),
             )
             self._device.limit(budget)
             memory = DeviceMemory(budget)
@@ -171,8 +174,9 @@ class Model:
                     name: lambda numel, dtype: memory.allocate("resident state", numel, dtype, where) for name in states
                 },
             )
+            undo.callback(self._store.close)
             chunk = loss_chunk_tokens or _default_chunk(config.get_text_config().vocab_size, budget)
-            templates = Templates(decoder, token_losses, self._device.torch_device, chunk)
+            templates = Templates(self._decoder, token_losses, self._device.torch_device, chunk)
             options = EngineOptions(
                 slots=slots,
                 keep_activations=activations == "keep",
@@ -182,9 +186,7 @@ class Model:
                 states_resident=states,
             )
             self._engine = Engine(self._device, self._store, templates, self._optimizer, self._kernel, options, memory)
-        except BaseException:
-            self._device.close()
-            raise
+            undo.pop_all()
 
     @classmethod
     def from_pretrained(
@@ -252,13 +254,16 @@ class Model:
         if run.tokens == 0:
             raise UserError("micro_batches: no label is a target (all are -100), so there is nothing to train on")
         self._gradients_kept = False
-        self._complete(lambda: self._engine.train(run))
+
+        def submit() -> Ticket:
+            ticket = self._engine.train(run)
+            self._step += 1  # whatever happens now, the step is completed or the model is broken
+            return ticket
+
+        self._complete(submit, finish=lambda: self._engine.count(run))
         *losses, norm, _ = run.result.tolist()
-        self._step += 1
         self._gradients_kept = keep_gradients
         skipped = not isfinite(norm)
-        if not skipped:
-            self._engine.count(run)
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         if self._skipped_in_a_row >= MAX_SKIPPED:
             raise UserError(
@@ -308,7 +313,8 @@ class Model:
     def reserve(self, rows: int, tokens: int, micro_batches: int, packed: bool = False) -> None:
         """Raise `UserError` unless a step of ``micro_batches`` times ``[rows, tokens]`` fits; changes nothing else."""
         self._usable()
-        self._engine.admit([Shape(rows, tokens, packed)] * micro_batches, training=True)
+        with self._all_or_broken():
+            self._engine.admit([Shape(rows, tokens, packed)] * micro_batches, training=True)
 
     def compute_bound(self, rows: int, tokens: int, micro_batches: int = 1) -> float:
         """Seconds that the arithmetic of such a step takes by itself, measured now; what overlap is judged against."""
@@ -422,30 +428,39 @@ class Model:
     def _vocab_size(self) -> int:
         return int(self.config.get_text_config().vocab_size)
 
-    def _complete(self, submit: Callable[[], Ticket]) -> None:
-        """Submit a program and wait for its results, through one Ctrl-C."""
+    def _complete(self, submit: Callable[[], Ticket], finish: Callable[[], None] = lambda: None) -> None:
+        """Submit a program and wait for its results, through one Ctrl-C; then ``finish`` its bookkeeping."""
         interrupted = None
-        try:
-            try:
-                ticket = submit()
-            except UserError:
-                raise
-            except BaseException as error:
-                self._break(f"the step was interrupted while it was submitted ({type(error).__name__})")
-                raise
+        with self._all_or_broken():
+            ticket = submit()
             try:
                 self._engine.wait(ticket)
             except KeyboardInterrupt as first:
                 interrupted = first
                 self._engine.wait(ticket)
-        except KeyboardInterrupt:
-            self._break("the step was interrupted by a second Ctrl-C and dropped")
+            finish()
+        if interrupted is not None:
+            raise interrupted
+
+    @contextmanager
+    def _all_or_broken(self) -> Iterator[None]:
+        """What runs inside is completed, refused beforehand, or leaves a model that can no longer be used.
+
+        The model counts as broken until the end, because Ctrl-C may come between any two lines.
+        """
+        self._broken = "it was interrupted in the middle of its work"
+        try:
+            yield
+        except UserError:
+            self._broken = None
             raise
         except LaneError as error:
             self._break(str(error))
             raise
-        if interrupted is not None:
-            raise interrupted
+        except BaseException as error:
+            self._break(f"it was interrupted ({type(error).__name__}) and what was left of the step was dropped")
+            raise
+        self._broken = None
 
     def _break(self, reason: str) -> None:
         self._broken = reason

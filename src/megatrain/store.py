@@ -8,7 +8,7 @@ parameter. With FP32 compute the head is the FP32 master itself and there is no 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -26,7 +26,7 @@ class Arena:
     """One anonymous mapping, carved into named tensors; freed when the last of them is."""
 
     def __init__(self, nbytes: int, label: str) -> None:
-        self.label, self.nbytes = label, round_up(max(nbytes, 1), HUGE_PAGE)
+        self.label, self.nbytes = label, self.bytes_for(nbytes)
         try:
             mapping = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
@@ -37,6 +37,11 @@ class Arena:
         self.memory = torch.frombuffer(mapping, dtype=torch.uint8)
         ask_huge_pages(self.memory)
         self._used = 0
+
+    @staticmethod
+    def bytes_for(nbytes: int) -> int:
+        """Bytes that an arena of ``nbytes`` maps: whole huge pages."""
+        return round_up(max(nbytes, 1), HUGE_PAGE)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The next ``numel`` elements, page-aligned and zero."""
@@ -102,6 +107,12 @@ class Store:
             for parameter in layout.parameters:
                 self._home[parameter.name] = unit
         self._results = self.arena(PAGE, "results")
+
+    @staticmethod
+    def bytes_needed(layouts: Iterable[Layout], compute_dtype: torch.dtype, gradient_dtype: torch.dtype) -> int:
+        """What `nbytes` of a store for these units will be, before it is made."""
+        sizes = [Slab.nbytes(layout, compute_dtype, gradient_dtype) for layout in layouts]
+        return sum(map(Arena.bytes_for, (*sizes, PAGE)))
 
     def arena(self, nbytes: int, label: str) -> Arena:
         """A new arena that the device can copy from and to fast."""

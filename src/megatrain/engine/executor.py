@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 
 import torch
 
@@ -115,7 +116,9 @@ class Engine:
         self.memory.peak = max(self.memory.peak, peak)
 
     def count(self, run: Run) -> None:
-        """The step's updates, applied or under way, count from now on."""
+        """The step's updates, applied or under way, count from now on, unless there was nothing to apply."""
+        if not isfinite(run.result[-2].item()):
+            return
         for unit, count in run.counts.items():
             self._store.set_step_count(unit, count)
 

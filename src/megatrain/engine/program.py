@@ -73,8 +73,8 @@ class Op:
     """The last one: it rounds the sum and takes its norm."""
 
     def __str__(self) -> str:
-        micro = f" micro-batch {self.micro}" if self.micro >= 0 else ""
-        return f"{self.kind} {self.unit}{micro}".strip()
+        micro = f"micro-batch {self.micro}" if self.micro >= 0 else ""
+        return " ".join(part for part in (self.kind, self.unit, micro) if part)
 
 
 class Rings:
