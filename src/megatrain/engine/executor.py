@@ -59,9 +59,6 @@ class Engine:
         self._tracker = WaitTracker()
         self._operations = Operations(device, store, templates, optimizer, kernel)
         self._allocate()
-        if options.keep_activations:
-            for unit in {unit.structure: unit for unit in self._units if unit.structure >= 0}.values():
-                templates.check_keep(unit, options.compute_dtype)
         rings = self._builder.rings
         self._workspaces = Workspaces(
             device,
@@ -71,6 +68,9 @@ class Engine:
                 ("sum", rings.ring_of[unit]) if differs else ("grad", rings.ring_of[unit], 0), unit
             ),
         )
+        if options.keep_activations:
+            for unit in {unit.structure: unit for unit in self._units if unit.structure >= 0}.values():
+                self.memory.check(self._workspaces.check_keep(unit), f"trying whether {unit.name} can be kept")
 
     def train(self, run: Run) -> Ticket:
         """Submit one training step; returns the ticket after which ``run.result`` holds its results."""
@@ -89,20 +89,30 @@ class Engine:
         for shape in shapes:
             if not self._workspaces.knows(shape, keep=keep):
                 self._measure(shape, keep=keep)
+        budget = self._options.device_memory
+        peak, where = self._plan(shapes, training=training)
+        if budget is not None and peak > budget:  # so far perhaps by what a larger shape needs
+            for shape in shapes:
+                if not self._workspaces.knows(shape, keep=keep, exactly=True):
+                    self._measure(shape, keep=keep)
+            peak, where = self._plan(shapes, training=training)
+            if peak > budget:
+                raise over_budget(peak, budget, where)
+        self.memory.peak = max(self.memory.peak, peak)
+
+    def _plan(self, shapes: Sequence[Shape], *, training: bool) -> tuple[int, str]:
+        """Peak device bytes of a program on measured shapes, and where it is reached."""
+        keep = self._options.keep_activations and training
         needs = [self._workspaces.need(shape, keep=keep) for shape in shapes]
         builder = Builder(self._builder.units, self._options.slots, self._builder.policy)
         ops = builder.training_step(len(shapes)) if training else builder.scoring(len(shapes))
         structure = {unit.name: unit.structure for unit in self._units}
-        peak, where = planned_peak(
+        return planned_peak(
             ops,
             self.memory.fixed.total(),
             size=partial(_size, needs, structure),
             workspace=lambda op: _workspace(needs, structure, op),
         )
-        budget = self._options.device_memory
-        if budget is not None and peak > budget:
-            raise over_budget(peak, budget, where)
-        self.memory.peak = max(self.memory.peak, peak)
 
     def wait(self, ticket: Ticket) -> None:
         """Block until an operation is complete; raises `LaneError` when a lane has failed."""
