@@ -88,12 +88,19 @@ class Store:
         self._register = register
         self._slabs: dict[str, Slab] = {}
         self._home: dict[str, str] = {}
+        self._gradients: dict[str, torch.Tensor] = {}
+        try:
+            self._allocate(layouts, compute_dtype, gradient_dtype)
+        except BaseException:
+            self.close()
+            raise
+
+    def _allocate(self, layouts: Mapping[str, Layout], compute_dtype: torch.dtype, gradient_dtype: torch.dtype) -> None:
         for unit, layout in layouts.items():
             arena = self.arena(Slab.nbytes(layout, compute_dtype), f"training state of {unit}")
             self._slabs[unit] = Slab(layout, arena, compute_dtype)
             for parameter in layout.parameters:
                 self._home[parameter.name] = unit
-        self._gradients: dict[str, torch.Tensor] = {}
         for unit, layout in layouts.items():
             arena = self.arena(layout.numel * gradient_dtype.itemsize, f"gradient of {unit}")
             self._gradients[unit] = arena.take(layout.numel, gradient_dtype)
