@@ -53,7 +53,7 @@ def _no_thread_stays() -> Iterator[None]:
 
 
 def small_model(device: Device | str, **options: Any) -> Model:
-    options = {"compute_dtype": "float32", "kernel": "reference", "config": small_config()} | options
+    options = {"compute_dtype": "float32", "kernel": "reference", "compile": False, "config": small_config()} | options
     return Model.from_config(
         options.pop("config"), seed=1, device=device, max_grad_norm=0.5, optimizer=AdamW(lr=1e-2), **options
     )

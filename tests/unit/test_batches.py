@@ -72,7 +72,9 @@ def test_padding_changes_neither_loss_nor_logprobs(device: str) -> None:
 
         return {"input_ids": side(pad, ids), "labels": side(ignored, ids), "attention_mask": side(zeros, ones)}
 
-    with Model.from_config(tiny_config(), device=device, compute_dtype="float32", kernel="reference") as model:
+    with Model.from_config(
+        tiny_config(), device=device, compute_dtype="float32", kernel="reference", compile=False
+    ) as model:
         plain = model.logprobs({"input_ids": ids, "labels": ids})
         right, left = model.logprobs(padded(left=False)), model.logprobs(padded(left=True))
         assert plain[0, 0] == 0
@@ -125,7 +127,9 @@ def test_what_is_no_list_of_micro_batches(wrong: Any) -> None:
 
 @pytest.mark.parametrize("labels", [torch.full((1, 6), -100), torch.tensor([[5, *[-100] * 5]])])
 def test_no_target_at_all(labels: torch.Tensor, device: str) -> None:
-    with Model.from_config(tiny_config(), device=device, compute_dtype="float32", kernel="reference") as model:
+    with Model.from_config(
+        tiny_config(), device=device, compute_dtype="float32", kernel="reference", compile=False
+    ) as model:
         with pytest.raises(UserError, match="no label is a target"):
             model.step([batch(labels=labels)])
         with pytest.raises(UserError, match="no label is a target"):
