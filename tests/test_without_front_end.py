@@ -10,16 +10,8 @@ import pytest
 SCRIPT = """
 import sys
 
-BLOCKED = {"pydantic", "pydantic_core", "typer", "click", "rich", "yaml", "psutil", "pynvml"}
-
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in BLOCKED:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-ALLOWED = {"yaml", "click", "psutil"}  # transformers and its hub client want these
-BLOCKED -= ALLOWED
-sys.meta_path.insert(0, Blocker())
+BLOCKED = ("pydantic", "pydantic_core", "typer", "rich")
+sys.modules.update(dict.fromkeys(BLOCKED))  # importing them fails, and looking for them finds nothing
 
 import torch
 from transformers import LlamaConfig
@@ -31,7 +23,7 @@ ids = torch.arange(3, 15).view(2, 6)
 with Model.from_config(config, device="cpu", optimizer=AdamW(lr=1e-2)) as model:
     losses = [model.step([{"input_ids": ids, "labels": ids}]).loss for _ in range(3)]
 assert losses[-1] < losses[0], losses
-assert not BLOCKED & {name.partition(".")[0] for name in sys.modules}
+assert not [name for name, module in sys.modules.items() if name.partition(".")[0] in BLOCKED and module]
 print("trained")
 """
 
@@ -47,4 +39,4 @@ def test_the_blocker_blocks(library: str) -> None:
     script = SCRIPT.partition("import torch")[0] + f"import {library}"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
-    assert f"No module named '{library}'" in done.stderr
+    assert f"import of {library} halted" in done.stderr

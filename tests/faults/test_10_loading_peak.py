@@ -20,7 +20,7 @@ def load(folder: Path, dtype: str) -> object:
     ("nbytes", "dtype"),
     [
         (300 * MB, "bfloat16"),
-        (300 * MB, "float32"),
+        pytest.param(300 * MB, "float32", marks=pytest.mark.slow),
         pytest.param(2000 * MB, "bfloat16", marks=pytest.mark.slow),
     ],
 )

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_a_high_loss_is_exact(chunk: int, tmp_path: Path, device: str) -> None:
     plain = tiny_model(dtype=torch.bfloat16)
     with torch.no_grad():
-        plain.lm_head.weight.mul_(128)
+        plain.lm_head.weight.mul_(55)
     plain.save_pretrained(tmp_path / "model")
     batch = joined(rows(4, tokens=60))
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16).to(device)
