@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 
 import torch
 
@@ -30,7 +31,8 @@ class EngineOptions:
     keep_activations: bool
     compute_dtype: torch.dtype
     gradient_dtype: torch.dtype
-    device_memory: int | None
+    weights_resident: frozenset[str] = frozenset()
+    states_resident: frozenset[str] = frozenset()
 
 
 class Engine:
@@ -44,14 +46,22 @@ class Engine:
         optimizer: Optimizer,
         kernel: Kernel,
         options: EngineOptions,
+        memory: DeviceMemory,
     ) -> None:
         self._device, self._store, self._options = device, store, options
         self._units = templates.decoder.units
-        self.memory = DeviceMemory(options.device_memory)
-        device.limit(options.device_memory)
+        self.memory = memory
         differs = options.gradient_dtype is not torch.float32
         specs = [
-            UnitSpec(unit.name, unit.layout.numel, unit.uses, always_kept=unit.cheap_graph) for unit in self._units
+            UnitSpec(
+                unit.name,
+                unit.layout.numel,
+                unit.uses,
+                weights_resident=unit.name in options.weights_resident,
+                state_resident=unit.name in options.states_resident,
+                always_kept=unit.cheap_graph,
+            )
+            for unit in self._units
         ]
         policy = Policy(keep_activations=options.keep_activations, sum_dtype_differs=differs)
         self._builder = Builder(specs, options.slots, policy)
@@ -66,15 +76,16 @@ class Engine:
         self._workspaces = Workspaces(
             device,
             templates,
-            weights=lambda unit: self._lend(("slot", rings.ring_of[unit], 0), unit),
-            gradient=lambda unit: self._lend(
-                ("sum", rings.ring_of[unit]) if differs else ("grad", rings.ring_of[unit], 0), unit
+            weights=lambda unit: self._lend(
+                ("slot", rings.slot_ring[unit], 0) if unit in rings.slot_ring else ("weights", unit), unit
             ),
+            gradient=lambda unit: self._lend(self._scratch(unit, differs=differs), unit),
         )
 
     def train(self, run: Run) -> Ticket:
         """Submit one training step; returns the ticket after which ``run.result`` holds its results."""
         run.result = self._store.results(len(run.batches) + 2)
+        run.counts = {unit: self._store.step_count(unit) + 1 for unit in self._store.units}
         self._admit(run.batches, training=True)
         return self._submit(self._builder.training_step(len(run.batches)), run, until="PUBLISH")
 
@@ -99,10 +110,17 @@ class Engine:
             size=partial(_size, needs, structure),
             workspace=lambda op: _workspace(needs, structure, op),
         )
-        budget = self._options.device_memory
+        budget = self.memory.budget
         if budget is not None and peak > budget:
             raise over_budget(peak, budget, where)
         self.memory.peak = max(self.memory.peak, peak)
+
+    def count(self, run: Run) -> None:
+        """The step's updates, applied or under way, count from now on, unless there was nothing to apply."""
+        if not isfinite(run.result[-2].item()):
+            return
+        for unit, count in run.counts.items():
+            self._store.set_step_count(unit, count)
 
     def wait(self, ticket: Ticket) -> None:
         """Block until an operation is complete; raises `LaneError` when a lane has failed."""
@@ -147,7 +165,7 @@ class Engine:
             return
         if isinstance(failure[0], UserError):
             raise failure[0]
-        budget = self._options.device_memory
+        budget = self.memory.budget
         limit = "the device's memory" if budget is None else f"{budget / 2**20:.1f} MiB"
         raise UserError(
             f"placement.device_memory: {limit} is too small for a micro-batch of {shape.rows} x {shape.tokens} tokens;"
@@ -185,9 +203,11 @@ class Engine:
         def fix(name: Buffer, label: str, numel: int, dtype: torch.dtype) -> None:
             self._table.fix(name, self.memory.allocate(label, numel, dtype, where))
 
-        for ring, numel in rings.numel.items():
+        for ring, numel in rings.slot_numel.items():
+            label = "resident weights" if ring.startswith("own ") else "slots"
             for i in range(rings.slots[ring]):
-                fix(("slot", ring, i), "slots", numel, compute)
+                fix(("slot", ring, i), label, numel, compute)
+        for ring, numel in rings.grad_numel.items():
             for i in range(rings.buffers[ring]):
                 fix(("grad", ring, i), "gradients", numel, gradient)
             if self._builder.policy.sum_dtype_differs:
@@ -198,7 +218,19 @@ class Engine:
 
     @property
     def _gradient_buffers(self) -> tuple[Buffer, ...]:
-        return tuple(name for name in self._table.fixed_names if name[0] in ("grad", "sum"))
+        resident = self._options.states_resident
+        return tuple(
+            name
+            for name in self._table.fixed_names
+            if name[0] in ("grad", "sum") or (name[0] == "hostgrad" and name[1] in resident)
+        )
+
+    def _scratch(self, unit: str, *, differs: bool) -> Buffer:
+        """A gradient buffer to write to while measuring."""
+        ring = self._builder.rings.grad_ring[unit]
+        if differs:
+            return ("sum", ring)
+        return ("hostgrad", unit) if unit in self._options.states_resident else ("grad", ring, 0)
 
     def _lend(self, name: Buffer, unit: str) -> torch.Tensor:
         buffer: torch.Tensor = self._table.get(name)
