@@ -45,7 +45,7 @@ def _looks_local(name: str) -> bool:
     return name.startswith((".", "/", "~")) or path.exists() or (path.parent != Path() and path.parent.is_dir())
 
 
-def _patterns(trust_remote_code: bool) -> dict[str, list[str]]:
+def _patterns(trust_remote_code: bool) -> dict[str, Any]:
     return {"allow_patterns": [*_FILES, *(_CODE if trust_remote_code else [])], "ignore_patterns": _SKIPPED}
 
 

@@ -30,7 +30,7 @@ from megatrain.losses.cross_entropy import token_losses
 from megatrain.model_files import ModelFiles
 from megatrain.models.decoder import Decoder
 from megatrain.optimizers.adamw import AdamW
-from megatrain.store import Store
+from megatrain.store import Slab, Store
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
