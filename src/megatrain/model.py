@@ -93,7 +93,7 @@ class Model:
         slots: int = 2,
         device_memory: str | int | None = None,
         host_memory: str | int | None = None,
-        activations: str = "recompute",
+        activations: str | Sequence[str] = "recompute",
         gradient_dtype: str | None = None,
         seed: int = 0,
         attn_implementation: str = "sdpa",
@@ -109,14 +109,14 @@ class Model:
         ``compute_dtype`` is the dtype of weights on the device and of activations, ``"float32"`` or ``"bfloat16"``
         (default: bfloat16 on CUDA, float32 elsewhere); masters and moments are FP32 always. ``slots`` is the number of
         layers that the device holds at a time. ``device_memory`` and ``host_memory`` are limits such as ``"400MiB"``;
-        what does not fit raises `UserError` before anything runs. ``activations`` is ``"recompute"`` or ``"keep"``.
+        what does not fit raises `UserError` before anything runs. ``activations`` is ``"recompute"``, ``"keep"``,
+        a share of the layers to keep (``"30%"``, the last ones), or their names.
         ``gradient_dtype`` is what gradients leave the device in, by default the compute dtype. ``seed`` is the seed of
         dropout. ``loss_chunk_tokens`` bounds the tokens whose logits exist at once. ``compile`` compiles the layers
         with torch.compile (default: on CUDA); results then differ in rounding. ``weights_on_device`` and
         ``states_on_device`` keep weights, or all training state, of some units on the device: bytes, a share, or
         names of units (``"embedding"``, ``"layers.0"`` ..., ``"head"``); results do not depend on them.
         """
-        _check_choice("compute.activations", activations, ("recompute", "keep"))
         if slots < 1:
             raise UserError(f"placement.slots: {slots} is out of range; it must be at least 1")
         if max_grad_norm is not None and not max_grad_norm > 0:
@@ -179,7 +179,7 @@ class Model:
             templates = Templates(self._decoder, token_losses, self._device.torch_device, chunk)
             options = EngineOptions(
                 slots=slots,
-                keep_activations=activations == "keep",
+                activations_kept=self._kept(activations),
                 compute_dtype=compute,
                 gradient_dtype=gradient,
                 weights_resident=weights,
@@ -490,6 +490,18 @@ class Model:
         dtype = _DTYPES[_check_choice("compute.dtype", name, _DTYPES)]
         self._device.check_dtype(dtype)
         return dtype
+
+    def _kept(self, activations: str | Sequence[str]) -> frozenset[str]:
+        """Layers whose activations are kept; a share takes the last ones, whose backward comes first."""
+        layers = {unit.name: 1 for unit in reversed(self._decoder.units) if unit.structure >= 0}
+        if activations in ("recompute", "keep"):
+            return frozenset(layers if activations == "keep" else ())
+        if isinstance(activations, str) and not activations.rstrip().endswith("%"):
+            raise UserError(
+                f"compute.activations: {activations!r} is unknown; choose recompute, keep, a share such as 30%, or a"
+                " list of layers"
+            )
+        return resident_units("compute.activations", activations, layers)
 
     @staticmethod
     def _check_host(budget: int | None, needed: int) -> None:

@@ -170,7 +170,6 @@ def test_a_failure_in_any_lane_is_raised_by_name(kind: str, each_device: str, mo
         model.step(steps[0])
         monkeypatch.setattr(Operations, kind, fails)
 
-
         def step_and_settle() -> None:  # an update fails after the step's results are known: the next call tells
             model.step(steps[1])
             model.state_dict()

@@ -81,6 +81,12 @@ def test_residency(weights: list[str] | None, states: list[str] | None, tied: bo
     run_both(config, dtype=dtype, weights_on_device=weights, states_on_device=states, chunk=32)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("activations", [["layers.1", "layers.3"], "50%"])
+def test_some_activations_kept(activations: str | list[str], dtype: str) -> None:
+    run_both(tiny_config(), activations=activations, dtype=dtype, chunk=32)
+
+
 def test_on_the_simulator() -> None:
     run_both(tiny_config(), device="sim")
 

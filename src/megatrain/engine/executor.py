@@ -28,11 +28,11 @@ class EngineOptions:
     """How the engine runs; the meaning of a step does not depend on any of it."""
 
     slots: int
-    keep_activations: bool
     compute_dtype: torch.dtype
     gradient_dtype: torch.dtype
     weights_resident: frozenset[str] = frozenset()
     states_resident: frozenset[str] = frozenset()
+    activations_kept: frozenset[str] = frozenset()
 
 
 class Engine:
@@ -59,19 +59,19 @@ class Engine:
                 unit.uses,
                 weights_resident=unit.name in options.weights_resident,
                 state_resident=unit.name in options.states_resident,
-                always_kept=unit.cheap_graph,
+                keeps=unit.cheap_graph or unit.name in options.activations_kept,
+                lookup=unit.cheap_graph,
             )
             for unit in self._units
         ]
-        policy = Policy(keep_activations=options.keep_activations, sum_dtype_differs=differs)
+        policy = Policy(sum_dtype_differs=differs)
         self._builder = Builder(specs, options.slots, policy)
         self._table = Table(self.memory, device.poisons)
         self._tracker = WaitTracker()
         self._operations = Operations(device, store, templates, optimizer, kernel)
         self._allocate()
-        if options.keep_activations:
-            for unit in {unit.structure: unit for unit in self._units if unit.structure >= 0}.values():
-                templates.check_keep(unit, options.compute_dtype)
+        for unit in {unit.structure: unit for unit in self._units if unit.name in options.activations_kept}.values():
+            templates.check_keep(unit, options.compute_dtype)
         rings = self._builder.rings
         self._workspaces = Workspaces(
             device,
@@ -96,19 +96,24 @@ class Engine:
 
     def admit(self, shapes: Sequence[Shape], *, training: bool) -> None:
         """Raise `UserError` when micro-batches of these shapes cannot run within the budget."""
-        keep = self._options.keep_activations and training
+        kept = self._options.activations_kept if training else frozenset()
+        modes = {unit.name in kept for unit in self._units}
         for shape in shapes:
-            if not self._workspaces.knows(shape, keep=keep):
-                self._measure(shape, keep=keep)
-        needs = [self._workspaces.need(shape, keep=keep) for shape in shapes]
+            for keep in modes:
+                if not self._workspaces.knows(shape, keep=keep):
+                    self._measure(shape, keep=keep)
+
+        def need(unit: str, micro: int) -> Need:
+            return self._workspaces.need(shapes[micro], keep=unit in kept)
+
         builder = Builder(self._builder.units, self._options.slots, self._builder.policy)
         ops = builder.training_step(len(shapes)) if training else builder.scoring(len(shapes))
         structure = {unit.name: unit.structure for unit in self._units}
         peak, where = planned_peak(
             ops,
             self.memory.fixed.total(),
-            size=partial(_size, needs, structure),
-            workspace=lambda op: _workspace(needs, structure, op),
+            size=partial(_size, need, structure),
+            workspace=partial(_workspace, need, structure),
         )
         budget = self.memory.budget
         if budget is not None and peak > budget:
@@ -137,15 +142,19 @@ class Engine:
 
     def compute_bound(self, shape: Shape, micro_batches: int) -> float:
         """Seconds of a step's arithmetic alone: every forward, loss and backward, with weights resident."""
-        keep = self._options.keep_activations
-        times: dict[tuple[str, int], float] = {}
+        kept = self._options.activations_kept
+        times: dict[bool, dict[tuple[str, int], float]] = {}
 
         def measure() -> None:
-            times.update(self._workspaces.seconds(shape, keep=keep))
+            for keep in {unit.name in kept for unit in self._units}:
+                times[keep] = self._workspaces.seconds(shape, keep=keep)
 
         self._on_compute(measure, f"TIME {shape}")
-        kinds = ("FORWARD", "LOSS", "BACKWARD")
-        return micro_batches * sum(times.get((kind, unit.structure), 0.0) for unit in self._units for kind in kinds)
+        return micro_batches * sum(
+            times[unit.name in kept].get((kind, unit.structure), 0.0)
+            for unit in self._units
+            for kind in ("FORWARD", "LOSS", "BACKWARD")
+        )
 
     def _measure(self, shape: Shape, *, keep: bool) -> None:
         """Measure on the compute lane, whose allocations and streams are the step's.
@@ -237,16 +246,17 @@ class Engine:
         return buffer[: self._store.layout(unit).numel]
 
 
-def _size(needs: Sequence[Need], structure: dict[str, int], buffer: Buffer) -> int:
-    kind, micro = buffer[0], buffer[-1]
+def _size(need: Callable[[str, int], Need], structure: dict[str, int], buffer: Buffer) -> int:
+    kind, micro = str(buffer[0]), buffer[-1]
     if kind in ("act", "dhid", "batch", "context"):
-        return needs[int(micro)].held["act" if kind == "dhid" else str(kind), -1]
+        return need("", int(micro)).held["act" if kind == "dhid" else kind, -1]
     if kind == "graph":
-        return needs[int(micro)].held["graph", structure[str(buffer[1])]]
+        unit = str(buffer[1])
+        return need(unit, int(micro)).held["graph", structure[unit]]
     return 0
 
 
-def _workspace(needs: Sequence[Need], structure: dict[str, int], op: Op) -> int:
+def _workspace(need: Callable[[str, int], Need], structure: dict[str, int], op: Op) -> int:
     if op.micro < 0 or not op.unit:
         return 0
-    return needs[op.micro].peak[op.kind, structure[op.unit]]
+    return need(op.unit, op.micro).peak[op.kind, structure[op.unit]]

@@ -46,8 +46,10 @@ class UnitSpec:
     """It has a slot of its own; one FETCH a step, after its update."""
     state_resident: bool = False
     """All its training state is on the device: nothing of it is fetched or drained."""
-    always_kept: bool = False
-    """Its graph costs next to nothing and its backward reads no weights, so neither is made again."""
+    keeps: bool = False
+    """Its activations are kept from forward to backward instead of being computed again."""
+    lookup: bool = False
+    """Its backward reads no weights: what it keeps is enough."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -156,7 +158,6 @@ def _classes(units: Sequence[UnitSpec], members: Sequence[UnitSpec]) -> tuple[di
 class Policy:
     """What varies between programs of one model."""
 
-    keep_activations: bool = False
     sum_dtype_differs: bool = False
     """Gradients leave in a dtype other than FP32, so sums need a buffer of their own."""
 
@@ -248,9 +249,6 @@ class Builder:
                 if slot in op.writes:
                     break
 
-    def _keeps(self, unit: UnitSpec) -> bool:
-        return self.policy.keep_activations or unit.always_kept
-
     def _forward(self, micros: int, *, training: bool) -> None:
         for m in range(micros):
             self._add(Op(kind="INPUT", lane="compute", micro=m, writes=(("batch", m),)))
@@ -263,7 +261,7 @@ class Builder:
                     writes = (*writes, ("context", m))
                 else:
                     reads = (*reads, ("context", m), ("act", unit.name, m))
-                if training and self._keeps(unit):
+                if training and unit.keeps:
                     writes = (*writes, ("graph", unit.name, m))
                 self._add(
                     Op(
@@ -312,14 +310,14 @@ class Builder:
         self._drain(head.name, own)
 
     def _backward(self, unit: UnitSpec, micros: int) -> None:
-        slots = {} if unit.always_kept else self._weights(unit)
+        slots = {} if unit.lookup else self._weights(unit)
         started = unit.name in self.units[-1].uses
         finished = self._finished[unit.name] if started else self._gradient(unit.name)
         target = self._sum_buffer(unit.name, finished, several=started or micros > 1)
         first_unit = unit is self.units[0]
         for m in range(micros):
             last = m == micros - 1
-            kept: tuple[Buffer, ...] = (("graph", unit.name, m),) if self._keeps(unit) else ()
+            kept: tuple[Buffer, ...] = (("graph", unit.name, m),) if unit.keeps else ()
             act: tuple[Buffer, ...] = () if first_unit else (("act", unit.name, m),)
             finish: tuple[Buffer, ...] = (finished, ("norm", unit.name)) if last else ()
             done: tuple[Buffer, ...] = (("batch", m), ("context", m), ("dhid", m)) if first_unit else ()
