@@ -24,7 +24,7 @@ def model(device: str, **options: Any) -> Model:
 
 
 @pytest.mark.parametrize("options", [{}, {"states_on_device": 1.0}, {"activations": "keep"}, {"compile": True}])
-def test_a_step_never_synchronises(gpu: str, options: dict[str, Any]) -> None:
+def test_a_step_never_synchronises(gpu: str, compiling: None, options: dict[str, Any]) -> None:
     steps = random_batches(320, steps=3, micros=2, tokens=64)
     with model(gpu, **options) as trained:
         trained.step(steps[0])
@@ -75,7 +75,7 @@ def test_the_device_kernel_is_the_reference(gpu: str, split: bool, norm: float) 
         assert relative(*joined) < 1e-7
 
 
-def test_compiled_templates_equal_eager_ones(gpu: str) -> None:
+def test_compiled_templates_equal_eager_ones(gpu: str, compiling: None) -> None:
     (step,) = random_batches(320, steps=1, micros=2, tokens=64)
     gradients = []
     for compile in (False, True):
