@@ -27,3 +27,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def gpu(request: pytest.FixtureRequest) -> str:
+    """``cuda``, for tests that only a GPU can run."""
+    if request.config.getoption("--device") != "cuda":
+        pytest.skip("needs --device cuda")
+    return "cuda"

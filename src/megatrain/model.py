@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,10 +15,13 @@ import torch
 
 from megatrain import kernels
 from megatrain.checkpoint import load_state, save_state
+from megatrain.config import parse_bytes
 from megatrain.devices import Device, Ticket, open_device
 from megatrain.engine.batches import HostBatch, check_batch, check_batches
+from megatrain.engine.buffers import DeviceMemory
 from megatrain.engine.executor import Engine, EngineOptions
 from megatrain.engine.operations import Run
+from megatrain.engine.placement import Placement, resident_units
 from megatrain.engine.template import Templates, unit_seed
 from megatrain.engine.workspace import Shape
 from megatrain.errors import LaneError, UserError
@@ -28,7 +30,7 @@ from megatrain.losses.cross_entropy import token_losses
 from megatrain.model_files import ModelFiles
 from megatrain.models.decoder import Decoder
 from megatrain.optimizers.adamw import AdamW
-from megatrain.store import Store
+from megatrain.store import Slab, Store
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -41,8 +43,6 @@ Progress = Callable[[str, int, int], None]
 MicroBatch = Mapping[str, torch.Tensor]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 MAX_SKIPPED = 3
 """Steps in a row with a non-finite gradient after which training stops."""
 
@@ -93,13 +93,15 @@ class Model:
         slots: int = 2,
         device_memory: str | int | None = None,
         host_memory: str | int | None = None,
-        activations: str = "recompute",
+        activations: str | Sequence[str] = "recompute",
         gradient_dtype: str | None = None,
         seed: int = 0,
         attn_implementation: str = "sdpa",
         trust_remote_code: bool = False,
         loss_chunk_tokens: int | None = None,
         compile: bool | None = None,
+        weights_on_device: Placement = None,
+        states_on_device: Placement = None,
         kernel: str = "auto",
     ) -> None:
         """Allocate a model whose weights are not set yet; use a classmethod instead.
@@ -107,12 +109,14 @@ class Model:
         ``compute_dtype`` is the dtype of weights on the device and of activations, ``"float32"`` or ``"bfloat16"``
         (default: bfloat16 on CUDA, float32 elsewhere); masters and moments are FP32 always. ``slots`` is the number of
         layers that the device holds at a time. ``device_memory`` and ``host_memory`` are limits such as ``"400MiB"``;
-        what does not fit raises `UserError` before anything runs. ``activations`` is ``"recompute"`` or ``"keep"``.
+        what does not fit raises `UserError` before anything runs. ``activations`` is ``"recompute"``, ``"keep"``,
+        a share of the layers to keep (``"30%"``, the last ones), or their names.
         ``gradient_dtype`` is what gradients leave the device in, by default the compute dtype. ``seed`` is the seed of
         dropout. ``loss_chunk_tokens`` bounds the tokens whose logits exist at once. ``compile`` compiles the layers
-        with torch.compile (default: on CUDA); results then differ in rounding.
+        with torch.compile (default: on CUDA); results then differ in rounding. ``weights_on_device`` and
+        ``states_on_device`` keep weights, or all training state, of some units on the device: bytes, a share, or
+        names of units (``"embedding"``, ``"layers.0"`` ..., ``"head"``); results do not depend on them.
         """
-        _check_choice("compute.activations", activations, ("recompute", "keep"))
         if slots < 1:
             raise UserError(f"placement.slots: {slots} is out of range; it must be at least 1")
         if max_grad_norm is not None and not max_grad_norm > 0:
@@ -131,10 +135,10 @@ class Model:
         with ExitStack() as undo:  # a constructor that fails leaves neither threads nor pinned memory behind
             undo.callback(self._device.close)
             compute = self._compute_dtype(compute_dtype)
+            gradient = compute
+            if gradient_dtype is not None:
+                gradient = _DTYPES[_check_choice("compute.gradient_dtype", gradient_dtype, _DTYPES)]
             _log.info("device: %s, compute dtype %s", self._device.name, str(compute).removeprefix("torch."))
-            gradient = (
-                _DTYPES[_check_choice("compute.gradient_dtype", gradient_dtype, _DTYPES)] if gradient_dtype else compute
-            )
             self._kernel = kernels.load(kernel)  # type: ignore[arg-type]
             self._decoder = Decoder(
                 config,
@@ -146,10 +150,19 @@ class Model:
             )
             layouts = {unit.name: unit.layout for unit in self._decoder.units}
             budget = parse_bytes("placement.device_memory", device_memory)
+            sizes = {name: Slab.nbytes(layout, compute, gradient) for name, layout in layouts.items()}
+            heads = {name: layout.numel * compute.itemsize for name, layout in layouts.items()}
+            states = resident_units("placement.states", states_on_device, sizes)
+            weights = resident_units("placement.weights", weights_on_device, heads)
             self._check_host(
                 parse_bytes("placement.host_memory", host_memory),
-                Store.bytes_needed(layouts.values(), compute, gradient),
+                Store.bytes_needed(
+                    [layout for name, layout in layouts.items() if name not in states], compute, gradient
+                ),
             )
+            self._device.limit(budget)
+            memory = DeviceMemory(budget)
+            where = self._device.torch_device
             self._store = Store(
                 layouts,
                 compute,
@@ -157,18 +170,22 @@ class Model:
                 self._device.register,
                 self._device.unregister,
                 gradient_dtype=gradient,
+                on_device={
+                    name: lambda numel, dtype: memory.allocate("resident state", numel, dtype, where) for name in states
+                },
             )
             undo.callback(self._store.close)
             chunk = loss_chunk_tokens or _default_chunk(config.get_text_config().vocab_size, budget)
             templates = Templates(self._decoder, token_losses, self._device.torch_device, chunk)
             options = EngineOptions(
                 slots=slots,
-                keep_activations=activations == "keep",
+                activations_kept=self._kept(activations),
                 compute_dtype=compute,
                 gradient_dtype=gradient,
-                device_memory=budget,
+                weights_resident=weights,
+                states_resident=states,
             )
-            self._engine = Engine(self._device, self._store, templates, self._optimizer, self._kernel, options)
+            self._engine = Engine(self._device, self._store, templates, self._optimizer, self._kernel, options, memory)
             undo.pop_all()
 
     @classmethod
@@ -243,7 +260,7 @@ class Model:
             self._step += 1  # whatever happens now, the step is completed or the model is broken
             return ticket
 
-        self._complete(submit)
+        self._complete(submit, finish=lambda: self._engine.count(run))
         *losses, norm, _ = run.result.tolist()
         self._gradients_kept = keep_gradients
         skipped = not isfinite(norm)
@@ -265,7 +282,7 @@ class Model:
         if not self._gradients_kept:
             raise UserError("gradients(): the last step was not called with keep_gradients=True")
         return {
-            p.name: self._store.gradient(unit)[p.offset : p.end].float().view(p.shape).clone()
+            p.name: self._store.gradient(unit)[p.offset : p.end].float().cpu().view(p.shape).clone()
             for unit in self._store.units
             for p in self._store.layout(unit).parameters
         }
@@ -411,8 +428,8 @@ class Model:
     def _vocab_size(self) -> int:
         return int(self.config.get_text_config().vocab_size)
 
-    def _complete(self, submit: Callable[[], Ticket]) -> None:
-        """Submit a program and wait for its results, through one Ctrl-C."""
+    def _complete(self, submit: Callable[[], Ticket], finish: Callable[[], None] = lambda: None) -> None:
+        """Submit a program and wait for its results, through one Ctrl-C; then ``finish`` its bookkeeping."""
         interrupted = None
         with self._all_or_broken():
             ticket = submit()
@@ -421,6 +438,7 @@ class Model:
             except KeyboardInterrupt as first:
                 interrupted = first
                 self._engine.wait(ticket)
+            finish()
         if interrupted is not None:
             raise interrupted
 
@@ -473,6 +491,18 @@ class Model:
         self._device.check_dtype(dtype)
         return dtype
 
+    def _kept(self, activations: str | Sequence[str]) -> frozenset[str]:
+        """Layers whose activations are kept; a share takes the last ones, whose backward comes first."""
+        layers = {unit.name: 1 for unit in reversed(self._decoder.units) if unit.structure >= 0}
+        if activations in ("recompute", "keep"):
+            return frozenset(layers if activations == "keep" else ())
+        if isinstance(activations, str) and not activations.rstrip().endswith("%"):
+            raise UserError(
+                f"compute.activations: {activations!r} is unknown; choose recompute, keep, a share such as 30%, or a"
+                " list of layers"
+            )
+        return resident_units("compute.activations", activations, layers)
+
     @staticmethod
     def _check_host(budget: int | None, needed: int) -> None:
         if budget is not None and needed > budget:
@@ -480,20 +510,6 @@ class Model:
                 f"placement.host_memory: {budget / 2**30:.2f} GiB is too small: masters, moments and gradients take"
                 f" {needed / 2**30:.2f} GiB ({needed} bytes); raise it, or train a smaller model"
             )
-
-
-def parse_bytes(field: str, value: str | int | None) -> int | None:
-    """Bytes of ``"400MiB"``, ``"24GiB"``, ``"24GB"`` or a number; `UserError` names ``field``."""
-    if value is None or isinstance(value, int):
-        nbytes = value
-    else:
-        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
-        if match is None or match[2].upper() not in _UNITS:
-            raise UserError(f"{field}: {value!r} is not a size; write it like 400MiB, 24GiB or 24GB")
-        nbytes = int(float(match[1]) * _UNITS[match[2].upper()])
-    if nbytes is not None and nbytes <= 0:
-        raise UserError(f"{field}: {value!r} is out of range; it must be positive")
-    return nbytes
 
 
 def _check_choice(field: str, value: str, choices: Sequence[str] | Mapping[str, Any]) -> str:
