@@ -96,27 +96,27 @@ class Engine:
 
     def admit(self, shapes: Sequence[Shape], *, training: bool) -> None:
         """Raise `UserError` when micro-batches of these shapes cannot run within the budget."""
+        kept = self._options.activations_kept if training else frozenset()
+        modes = {unit.name in kept for unit in self._units}
+        for shape in shapes:
+            self._measure_missing(shape, modes)
         budget = self.memory.budget
-        self._know(shapes, training=training)
-        peak, where = self._plan(shapes, training=training)
+        peak, where = self._plan(shapes, kept, training=training)
         if budget is not None and peak > budget:  # so far perhaps by what a larger shape needs
-            self._know(shapes, training=training, exactly=True)
-            peak, where = self._plan(shapes, training=training)
+            for shape in shapes:
+                self._measure_missing(shape, modes, exactly=True)
+            peak, where = self._plan(shapes, kept, training=training)
             if peak > budget:
                 raise over_budget(peak, budget, where)
         self.memory.peak = max(self.memory.peak, peak)
 
-    def _know(self, shapes: Sequence[Shape], *, training: bool, exactly: bool = False) -> None:
-        """Measure what is not known of these shapes, or with ``exactly`` only of larger ones."""
-        kept = self._options.activations_kept if training else frozenset()
-        for shape in shapes:
-            for keep in {unit.name in kept for unit in self._units}:
-                if not self._workspaces.knows(shape, keep=keep, exactly=exactly):
-                    self._measure(shape, keep=keep)
+    def _measure_missing(self, shape: Shape, modes: set[bool], *, exactly: bool = False) -> None:
+        for keep in modes:
+            if not self._workspaces.knows(shape, keep=keep, exactly=exactly):
+                self._measure(shape, keep=keep)
 
-    def _plan(self, shapes: Sequence[Shape], *, training: bool) -> tuple[int, str]:
+    def _plan(self, shapes: Sequence[Shape], kept: frozenset[str], *, training: bool) -> tuple[int, str]:
         """Peak device bytes of a program on measured shapes, and where it is reached."""
-        kept = self._options.activations_kept if training else frozenset()
 
         def need(unit: str, micro: int) -> Need:
             return self._workspaces.need(shapes[micro], keep=unit in kept)
