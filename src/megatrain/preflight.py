@@ -70,7 +70,8 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     device, dtype = _device_and_dtype(config)
     gradient = {"float32": 4, "bfloat16": 2}[config.compute.gradient_dtype or dtype]
     host_bytes, limit = _host_bytes(units, gradient), _host_limit(config)
-    _check_host(host_bytes, limit)
+    if config.placement.states is None:  # else the engine says what is left for the host
+        _check_host(host_bytes, limit)
     tokenizer = _tokenizer(folder, m.trust_remote_code)
     text = model_config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
@@ -124,10 +125,8 @@ def _units(files: ModelFiles, model_config: Any) -> list[int]:
 
 
 def _host_bytes(units: list[int], gradient_size: int) -> int:
-    """Host memory of the training state: each unit's state and gradient in mappings of whole huge pages."""
-    return HUGE_PAGE + sum(
-        round_up(n * STATE_BYTES + 4 * PAGE, HUGE_PAGE) + round_up(n * gradient_size + PAGE, HUGE_PAGE) for n in units
-    )
+    """Host memory of the training state: each unit's state and gradient in one mapping of whole huge pages."""
+    return HUGE_PAGE + sum(round_up(n * (STATE_BYTES + gradient_size) + 5 * PAGE, HUGE_PAGE) for n in units)
 
 
 def _device_and_dtype(config: RunConfig) -> tuple[str, str]:
