@@ -34,7 +34,13 @@ def batches(steps: int = STEPS, micros: int = 2) -> list[list[dict[str, torch.Te
 
 def outcome(device: Device | str, *, config: Any = None, steps: int = STEPS, **options: Any) -> list[torch.Tensor]:
     """Losses, norms, gradients and masters of a few steps with active clipping, and a score between them."""
-    options = {"slots": 2, "compute_dtype": "float32", "kernel": "reference", "loss_chunk_tokens": 3} | options
+    options = {
+        "slots": 2,
+        "compute_dtype": "float32",
+        "kernel": "reference",
+        "loss_chunk_tokens": 3,
+        "compile": False,
+    } | options
     result = []
     with Model.from_config(
         config or small_config(), seed=1, device=device, max_grad_norm=0.5, optimizer=AdamW(lr=1e-2), **options
