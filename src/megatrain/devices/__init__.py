@@ -75,6 +75,10 @@ class Device(ABC):
         """Cap what this process may take of the device, where the device can enforce it."""
 
     @abstractmethod
+    def warm_up(self, dtype: torch.dtype) -> int:
+        """Make libraries take what they keep for good, on the compute lane; returns its bytes of device memory."""
+
+    @abstractmethod
     def workspace(self, run: Callable[[], object]) -> int:
         """Peak bytes of device memory that ``run`` takes while it runs, beyond what is allocated before."""
 

@@ -38,6 +38,9 @@ class HostMemoryDevice(Device):
     def limit(self, nbytes: int | None) -> None:
         """Nothing to do."""
 
+    def warm_up(self, dtype: torch.dtype) -> int:
+        return 0
+
     def workspace(self, run: Callable[[], object]) -> int:
         return count_peak(run)
 
