@@ -90,7 +90,7 @@ class ReferenceKernel:
         whole = _States(head, tail, exp_avg, exp_avg_sq, grad)
         check_waiting(waiting, len(head))
         for index, state in enumerate(whole.parts(SPECULATION_BLOCK)):
-            size = state.grad.float().abs_()
+            size = state.grad.float().abs()
             fits = (size <= torch.finfo(torch.float32).max) & (size * reach <= _root(state.exp_avg_sq))
             waiting[index] = not fits.all()
             if not waiting[index]:
