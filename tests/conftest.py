@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 
@@ -14,3 +16,22 @@ def device(request: pytest.FixtureRequest) -> str:
     """The engine's device; ``--device cuda`` runs the same tests on a GPU."""
     name: str = request.config.getoption("--device")
     return name
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tiny arithmetic is fastest on one thread, and idle OpenMP threads would spin."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def gpu(request: pytest.FixtureRequest) -> str:
+    """``cuda``, for tests that only a GPU can run."""
+    if request.config.getoption("--device") != "cuda":
+        pytest.skip("needs --device cuda")
+    return "cuda"

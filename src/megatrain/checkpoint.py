@@ -145,7 +145,7 @@ def _out(name: str, shape: tuple[int, ...], blocks: Callable[[], Iterable[torch.
 
 
 def _one(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    yield tensor
+    yield from (piece.cpu() for piece in tensor.view(-1).split(1 << 22))
 
 
 def load_state(folder: str | Path, store: StateStore, progress: Progress | None = None) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The question.")] = "What can you help me with?",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length limit of the answer.")] = 256,
 ) -> None:
-    """Ask an exported model one question, and print its most likely answer."""
+    """Ask an exported model one question."""
     with _reported():
         from megatrain.generate import answer
 
@@ -225,4 +225,4 @@ def _resume_command(run: RunFolder) -> str:
 
 def main() -> None:
     """Entry point of the ``megatrain`` command."""
-    app()
+    app(prog_name="megatrain")

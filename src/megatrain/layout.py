@@ -97,6 +97,12 @@ def ranges(total: int, size: int) -> Iterable[tuple[int, int]]:
         yield start, min(start + size, total)
 
 
+def even_ranges(total: int, size: int) -> Iterable[tuple[int, int]]:
+    """As `ranges`, with pieces that differ by less than their number: no short last one."""
+    pieces = max(1, -(-total // size))
+    return ranges(total, max(1, -(-total // pieces)))
+
+
 def gaps(layout: Layout) -> Iterable[tuple[int, int]]:
     """The ``(start, end)`` ranges of a unit that belong to no parameter."""
     end = 0

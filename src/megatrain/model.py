@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
@@ -15,10 +15,13 @@ import torch
 
 from megatrain import kernels
 from megatrain.checkpoint import load_state, save_state
+from megatrain.config import parse_bytes
 from megatrain.devices import Device, Ticket, open_device
 from megatrain.engine.batches import HostBatch, check_batch, check_batches
+from megatrain.engine.buffers import DeviceMemory
 from megatrain.engine.executor import Engine, EngineOptions
 from megatrain.engine.operations import Run
+from megatrain.engine.placement import Placement, resident_units
 from megatrain.engine.template import Templates, unit_seed
 from megatrain.engine.workspace import Shape
 from megatrain.errors import LaneError, UserError
@@ -40,8 +43,6 @@ Progress = Callable[[str, int, int], None]
 MicroBatch = Mapping[str, torch.Tensor]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 MAX_SKIPPED = 3
 """Steps in a row with a non-finite gradient after which training stops."""
 
@@ -92,13 +93,15 @@ class Model:
         slots: int = 2,
         device_memory: str | int | None = None,
         host_memory: str | int | None = None,
-        activations: str = "recompute",
+        activations: str | Sequence[str] = "recompute",
         gradient_dtype: str | None = None,
         seed: int = 0,
         attn_implementation: str = "sdpa",
         trust_remote_code: bool = False,
         loss_chunk_tokens: int | None = None,
         compile: bool | None = None,
+        weights_on_device: Placement = None,
+        states_on_device: Placement = None,
         kernel: str = "auto",
     ) -> None:
         """Allocate a model whose weights are not set yet; use a classmethod instead.
@@ -106,12 +109,14 @@ class Model:
         ``compute_dtype`` is the dtype of weights on the device and of activations, ``"float32"`` or ``"bfloat16"``
         (default: bfloat16 on CUDA, float32 elsewhere); masters and moments are FP32 always. ``slots`` is the number of
         layers that the device holds at a time. ``device_memory`` and ``host_memory`` are limits such as ``"400MiB"``;
-        what does not fit raises `UserError` before anything runs. ``activations`` is ``"recompute"`` or ``"keep"``.
+        what does not fit raises `UserError` before anything runs. ``activations`` is ``"recompute"``, ``"keep"``,
+        a share of the layers to keep (``"30%"``, the last ones), or their names.
         ``gradient_dtype`` is what gradients leave the device in, by default the compute dtype. ``seed`` is the seed of
         dropout. ``loss_chunk_tokens`` bounds the tokens whose logits exist at once. ``compile`` compiles the layers
-        with torch.compile (default: on CUDA); results then differ in rounding.
+        with torch.compile (default: on CUDA); results then differ in rounding. ``weights_on_device`` and
+        ``states_on_device`` keep weights, or all training state, of some units on the device: bytes, a share, or
+        names of units (``"embedding"``, ``"layers.0"`` ..., ``"head"``); results do not depend on them.
         """
-        _check_choice("compute.activations", activations, ("recompute", "keep"))
         if slots < 1:
             raise UserError(f"placement.slots: {slots} is out of range; it must be at least 1")
         if max_grad_norm is not None and not max_grad_norm > 0:
@@ -127,14 +132,15 @@ class Model:
         self._gradients_kept = False
         self._step = self._skipped_in_a_row = 0
         self._device = open_device(device) if isinstance(device, str) else device
-        _log.info("device: %s", self._device.name)
-        try:
+        with ExitStack() as undo:  # a constructor that fails leaves neither threads nor pinned memory behind
+            undo.callback(self._device.close)
             compute = self._compute_dtype(compute_dtype)
-            gradient = (
-                _DTYPES[_check_choice("compute.gradient_dtype", gradient_dtype, _DTYPES)] if gradient_dtype else compute
-            )
+            gradient = compute
+            if gradient_dtype is not None:
+                gradient = _DTYPES[_check_choice("compute.gradient_dtype", gradient_dtype, _DTYPES)]
+            _log.info("device: %s, compute dtype %s", self._device.name, str(compute).removeprefix("torch."))
             self._kernel = kernels.load(kernel)  # type: ignore[arg-type]
-            decoder = Decoder(
+            self._decoder = Decoder(
                 config,
                 dtype=compute,
                 device=self._device.torch_device,
@@ -142,13 +148,21 @@ class Model:
                 trust_remote_code=trust_remote_code,
                 compile=self._device.name == "cuda" if compile is None else compile,
             )
-            self._decoder = decoder
-            layouts = {unit.name: unit.layout for unit in decoder.units}
+            layouts = {unit.name: unit.layout for unit in self._decoder.units}
             budget = parse_bytes("placement.device_memory", device_memory)
+            sizes = {name: Slab.nbytes(layout, compute, gradient) for name, layout in layouts.items()}
+            heads = {name: layout.numel * compute.itemsize for name, layout in layouts.items()}
+            states = resident_units("placement.states", states_on_device, sizes)
+            weights = resident_units("placement.weights", weights_on_device, heads)
             self._check_host(
                 parse_bytes("placement.host_memory", host_memory),
-                sum(Slab.nbytes(layout, compute) + layout.numel * gradient.itemsize for layout in layouts.values()),
+                Store.bytes_needed(
+                    [layout for name, layout in layouts.items() if name not in states], compute, gradient
+                ),
             )
+            self._device.limit(budget)
+            memory = DeviceMemory(budget)
+            where = self._device.torch_device
             self._store = Store(
                 layouts,
                 compute,
@@ -156,20 +170,23 @@ class Model:
                 self._device.register,
                 self._device.unregister,
                 gradient_dtype=gradient,
+                on_device={
+                    name: lambda numel, dtype: memory.allocate("resident state", numel, dtype, where) for name in states
+                },
             )
+            undo.callback(self._store.close)
             chunk = loss_chunk_tokens or _default_chunk(config.get_text_config().vocab_size, budget)
-            templates = Templates(decoder, token_losses, self._device.torch_device, chunk)
+            templates = Templates(self._decoder, token_losses, self._device.torch_device, chunk)
             options = EngineOptions(
                 slots=slots,
-                keep_activations=activations == "keep",
+                activations_kept=self._kept(activations),
                 compute_dtype=compute,
                 gradient_dtype=gradient,
-                device_memory=budget,
+                weights_resident=weights,
+                states_resident=states,
             )
-            self._engine = Engine(self._device, self._store, templates, self._optimizer, self._kernel, options)
-        except BaseException:
-            self._device.close()
-            raise
+            self._engine = Engine(self._device, self._store, templates, self._optimizer, self._kernel, options, memory)
+            undo.pop_all()
 
     @classmethod
     def from_pretrained(
@@ -237,9 +254,14 @@ class Model:
         if run.tokens == 0:
             raise UserError("micro_batches: no label is a target (all are -100), so there is nothing to train on")
         self._gradients_kept = False
-        self._complete(lambda: self._engine.train(run))
+
+        def submit() -> Ticket:
+            ticket = self._engine.train(run)
+            self._step += 1  # whatever happens now, the step is completed or the model is broken
+            return ticket
+
+        self._complete(submit, finish=lambda: self._engine.count(run))
         *losses, norm, _ = run.result.tolist()
-        self._step += 1
         self._gradients_kept = keep_gradients
         skipped = not isfinite(norm)
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
@@ -260,7 +282,7 @@ class Model:
         if not self._gradients_kept:
             raise UserError("gradients(): the last step was not called with keep_gradients=True")
         return {
-            p.name: self._store.gradient(unit)[p.offset : p.end].float().view(p.shape).clone()
+            p.name: self._store.gradient(unit)[p.offset : p.end].float().cpu().view(p.shape).clone()
             for unit in self._store.units
             for p in self._store.layout(unit).parameters
         }
@@ -291,7 +313,8 @@ class Model:
     def reserve(self, rows: int, tokens: int, micro_batches: int, packed: bool = False) -> None:
         """Raise `UserError` unless a step of ``micro_batches`` times ``[rows, tokens]`` fits; changes nothing else."""
         self._usable()
-        self._engine.admit([Shape(rows, tokens, packed)] * micro_batches, training=True)
+        with self._all_or_broken():
+            self._engine.admit([Shape(rows, tokens, packed)] * micro_batches, training=True)
 
     def compute_bound(self, rows: int, tokens: int, micro_batches: int = 1) -> float:
         """Seconds that the arithmetic of such a step takes by itself, measured now; what overlap is judged against."""
@@ -405,30 +428,39 @@ class Model:
     def _vocab_size(self) -> int:
         return int(self.config.get_text_config().vocab_size)
 
-    def _complete(self, submit: Callable[[], Ticket]) -> None:
-        """Submit a program and wait for its results, through one Ctrl-C."""
+    def _complete(self, submit: Callable[[], Ticket], finish: Callable[[], None] = lambda: None) -> None:
+        """Submit a program and wait for its results, through one Ctrl-C; then ``finish`` its bookkeeping."""
         interrupted = None
-        try:
-            try:
-                ticket = submit()
-            except UserError:
-                raise
-            except BaseException as error:
-                self._break(f"the step was interrupted while it was submitted ({type(error).__name__})")
-                raise
+        with self._all_or_broken():
+            ticket = submit()
             try:
                 self._engine.wait(ticket)
             except KeyboardInterrupt as first:
                 interrupted = first
                 self._engine.wait(ticket)
-        except KeyboardInterrupt:
-            self._break("the step was interrupted by a second Ctrl-C and dropped")
+            finish()
+        if interrupted is not None:
+            raise interrupted
+
+    @contextmanager
+    def _all_or_broken(self) -> Iterator[None]:
+        """What runs inside is completed, refused beforehand, or leaves a model that can no longer be used.
+
+        The model counts as broken until the end, because Ctrl-C may come between any two lines.
+        """
+        self._broken = "it was interrupted in the middle of its work"
+        try:
+            yield
+        except UserError:
+            self._broken = None
             raise
         except LaneError as error:
             self._break(str(error))
             raise
-        if interrupted is not None:
-            raise interrupted
+        except BaseException as error:
+            self._break(f"it was interrupted ({type(error).__name__}) and what was left of the step was dropped")
+            raise
+        self._broken = None
 
     def _break(self, reason: str) -> None:
         self._broken = reason
@@ -459,6 +491,18 @@ class Model:
         self._device.check_dtype(dtype)
         return dtype
 
+    def _kept(self, activations: str | Sequence[str]) -> frozenset[str]:
+        """Layers whose activations are kept; a share takes the last ones, whose backward comes first."""
+        layers = {unit.name: 1 for unit in reversed(self._decoder.units) if unit.structure >= 0}
+        if activations in ("recompute", "keep"):
+            return frozenset(layers if activations == "keep" else ())
+        if isinstance(activations, str) and not activations.rstrip().endswith("%"):
+            raise UserError(
+                f"compute.activations: {activations!r} is unknown; choose recompute, keep, a share such as 30%, or a"
+                " list of layers"
+            )
+        return resident_units("compute.activations", activations, layers)
+
     @staticmethod
     def _check_host(budget: int | None, needed: int) -> None:
         if budget is not None and needed > budget:
@@ -466,20 +510,6 @@ class Model:
                 f"placement.host_memory: {budget / 2**30:.2f} GiB is too small: masters, moments and gradients take"
                 f" {needed / 2**30:.2f} GiB ({needed} bytes); raise it, or train a smaller model"
             )
-
-
-def parse_bytes(field: str, value: str | int | None) -> int | None:
-    """Bytes of ``"400MiB"``, ``"24GiB"``, ``"24GB"`` or a number; `UserError` names ``field``."""
-    if value is None or isinstance(value, int):
-        nbytes = value
-    else:
-        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", value)
-        if match is None or match[2].upper() not in _UNITS:
-            raise UserError(f"{field}: {value!r} is not a size; write it like 400MiB, 24GiB or 24GB")
-        nbytes = int(float(match[1]) * _UNITS[match[2].upper()])
-    if nbytes is not None and nbytes <= 0:
-        raise UserError(f"{field}: {value!r} is out of range; it must be positive")
-    return nbytes
 
 
 def _check_choice(field: str, value: str, choices: Sequence[str] | Mapping[str, Any]) -> str:

@@ -5,7 +5,10 @@ What a user may have got wrong is found here, in seconds and before anything is 
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,14 @@ from megatrain import machine
 from megatrain.config import RunConfig, parse_bytes
 from megatrain.datasets._batches import Batches
 from megatrain.datasets._load import Dataset, Progress, load_dataset
+from megatrain.devices._pages import PAGE
 from megatrain.errors import UserError
 from megatrain.hub import find_model
+from megatrain.layout import round_up
 from megatrain.loggers._screens import disk_size, size
+from megatrain.model_files import ModelFiles
 from megatrain.schedule import Schedule
+from megatrain.store import HUGE_PAGE
 
 STATE_BYTES = 12  # of host memory and of a save, per parameter: FP32 master and two FP32 moments
 _EXPORT_BYTES = {"F32": 4, "float32": 4}  # all other formats take 2
@@ -57,10 +64,12 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     m = config.model
     folder = find_model(m.name_or_path, m.revision, m.trust_remote_code, progress)
     model_config = _model_config(folder, m.trust_remote_code)
-    parameters, stored = _count_parameters(folder, model_config)
+    files = ModelFiles(folder)
+    units = _units(files, model_config)
+    parameters = sum(units)
     device, dtype = _device_and_dtype(config)
     gradient = {"float32": 4, "bfloat16": 2}[config.compute.gradient_dtype or dtype]
-    host_bytes, limit = parameters * (STATE_BYTES + gradient), _host_limit(config)
+    host_bytes, limit = _host_bytes(units, gradient), _host_limit(config)
     _check_host(host_bytes, limit)
     tokenizer = _tokenizer(folder, m.trust_remote_code)
     text = model_config.get_text_config()
@@ -70,7 +79,7 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     total = config.train.max_steps or config.train.epochs * batches.steps_per_epoch
     schedule = Schedule.from_config(config.schedule, config.optim.lr, total)
     saves = config.checkpoint.keep + 1 if 0 < config.checkpoint.every < total else 1
-    export = parameters * _EXPORT_BYTES.get(config.export.dtype or stored, 2)
+    export = parameters * _EXPORT_BYTES.get(config.export.dtype or files.dtype_name, 2)
     disk_free = machine.disk_free(config.output_dir)
     _check_disk(config, saves * parameters * STATE_BYTES, saves, export, disk_free)
     return Prepared(
@@ -103,19 +112,22 @@ def _model_config(folder: Path, trust_remote_code: bool) -> Any:
         ) from None
 
 
-def _count_parameters(folder: Path, model_config: Any) -> tuple[int, str]:
-    """Parameters by the headers of the weight files, a tied head counted once; and the stored dtype."""
-    from megatrain.model_files import ModelFiles
-
-    files = ModelFiles(folder)
+def _units(files: ModelFiles, model_config: Any) -> list[int]:
+    """Parameters of each part that streams, by the headers of the weight files; a tied head is counted once."""
     tied = model_config.get_text_config().tie_word_embeddings
-    total = 0
+    units: Counter[str] = Counter()
     for name in files.names:
-        numel = 1
-        for length in files.shape(name):
-            numel *= length
-        total += 0 if tied and name == "lm_head.weight" else numel
-    return total, files.dtype_name
+        if not (tied and name == "lm_head.weight"):
+            layer = re.search(r"layers\.\d+\.", name)
+            units[layer[0] if layer else name.partition(".weight")[0]] += prod(files.shape(name))
+    return list(units.values())
+
+
+def _host_bytes(units: list[int], gradient_size: int) -> int:
+    """Host memory of the training state: each unit's state and gradient in mappings of whole huge pages."""
+    return HUGE_PAGE + sum(
+        round_up(n * STATE_BYTES + 4 * PAGE, HUGE_PAGE) + round_up(n * gradient_size + PAGE, HUGE_PAGE) for n in units
+    )
 
 
 def _device_and_dtype(config: RunConfig) -> tuple[str, str]:

@@ -8,7 +8,7 @@ parameter. With FP32 compute the head is the FP32 master itself and there is no 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -26,7 +26,7 @@ class Arena:
     """One anonymous mapping, carved into named tensors; freed when the last of them is."""
 
     def __init__(self, nbytes: int, label: str) -> None:
-        self.label, self.nbytes = label, round_up(max(nbytes, 1), HUGE_PAGE)
+        self.label, self.nbytes = label, self.bytes_for(nbytes)
         try:
             mapping = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
@@ -38,6 +38,11 @@ class Arena:
         ask_huge_pages(self.memory)
         self._used = 0
 
+    @staticmethod
+    def bytes_for(nbytes: int) -> int:
+        """Bytes that an arena of ``nbytes`` maps: whole huge pages."""
+        return round_up(max(nbytes, 1), HUGE_PAGE)
+
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The next ``numel`` elements, page-aligned and zero."""
         nbytes = round_up(numel * dtype.itemsize, PAGE)
@@ -46,23 +51,31 @@ class Arena:
         return piece
 
 
-class Slab:
-    """One unit's training state. Padding stays zero in every section."""
+Take = Callable[[int, torch.dtype], torch.Tensor]
+"""Hands out zeroed memory for a number of elements of a dtype."""
 
-    def __init__(self, layout: Layout, arena: Arena, compute_dtype: torch.dtype) -> None:
+
+class Slab:
+    """One unit's training state, on the host or on the device. Padding stays zero in every section."""
+
+    def __init__(self, layout: Layout, take: Take, compute_dtype: torch.dtype, gradient_dtype: torch.dtype) -> None:
         self.layout = layout
-        self.head = arena.take(layout.numel, compute_dtype)
+        self.head = take(layout.numel, compute_dtype)
         split = compute_dtype is torch.bfloat16
-        self.tail = arena.take(layout.numel, torch.int16) if split else None
-        self.exp_avg = arena.take(layout.numel, torch.float32)
-        self.exp_avg_sq = arena.take(layout.numel, torch.float32)
+        self.tail = take(layout.numel, torch.int16) if split else None
+        self.exp_avg = take(layout.numel, torch.float32)
+        self.exp_avg_sq = take(layout.numel, torch.float32)
+        self.gradient = take(layout.numel, gradient_dtype)
+        """Where the update finds the unit's gradient."""
         self.steps = 0
         """Updates applied so far: the step count of Adam's bias correction."""
 
     @staticmethod
-    def nbytes(layout: Layout, compute_dtype: torch.dtype) -> int:
-        """Bytes that `Arena.take` hands out for this layout."""
-        sizes = [compute_dtype.itemsize, 4, 4] + ([2] if compute_dtype is torch.bfloat16 else [])
+    def nbytes(layout: Layout, compute_dtype: torch.dtype, gradient_dtype: torch.dtype) -> int:
+        """Bytes of a slab of this layout."""
+        sizes = [compute_dtype.itemsize, 4, 4, gradient_dtype.itemsize] + (
+            [2] if compute_dtype is torch.bfloat16 else []
+        )
         return sum(round_up(layout.numel * size, PAGE) for size in sizes)
 
 
@@ -77,22 +90,29 @@ class Store:
         register: Callable[[torch.Tensor], None],
         unregister: Callable[[torch.Tensor], None],
         gradient_dtype: torch.dtype,
+        on_device: Mapping[str, Take] | None = None,
     ) -> None:
+        """``on_device`` names the units whose state lives on the device, and where each takes its memory."""
         self._kernel, self._unregister = kernel, unregister
         self._arenas: list[Arena] = []
         self._register = register
         self._slabs: dict[str, Slab] = {}
         self._home: dict[str, str] = {}
         for unit, layout in layouts.items():
-            arena = self.arena(Slab.nbytes(layout, compute_dtype), f"training state of {unit}")
-            self._slabs[unit] = Slab(layout, arena, compute_dtype)
+            take = (on_device or {}).get(unit)
+            if take is None:
+                arena = self.arena(Slab.nbytes(layout, compute_dtype, gradient_dtype), f"training state of {unit}")
+                take = arena.take
+            self._slabs[unit] = Slab(layout, take, compute_dtype, gradient_dtype)
             for parameter in layout.parameters:
                 self._home[parameter.name] = unit
-        self._gradients: dict[str, torch.Tensor] = {}
-        for unit, layout in layouts.items():
-            arena = self.arena(layout.numel * gradient_dtype.itemsize, f"gradient of {unit}")
-            self._gradients[unit] = arena.take(layout.numel, gradient_dtype)
         self._results = self.arena(PAGE, "results")
+
+    @staticmethod
+    def bytes_needed(layouts: Iterable[Layout], compute_dtype: torch.dtype, gradient_dtype: torch.dtype) -> int:
+        """What `nbytes` of a store for these units will be, before it is made."""
+        sizes = [Slab.nbytes(layout, compute_dtype, gradient_dtype) for layout in layouts]
+        return sum(map(Arena.bytes_for, (*sizes, PAGE)))
 
     def arena(self, nbytes: int, label: str) -> Arena:
         """A new arena that the device can copy from and to fast."""
@@ -122,7 +142,7 @@ class Store:
 
     def gradient(self, unit: str) -> torch.Tensor:
         """The unit's flat gradient as it left the device."""
-        return self._gradients[unit]
+        return self._slabs[unit].gradient
 
     def results(self, numel: int) -> torch.Tensor:
         """FP64 host memory that a device copies a step's few results to; the next step overwrites it."""
@@ -142,15 +162,21 @@ class Store:
     def load_master(self, name: str, start: int, block: torch.Tensor) -> None:
         """Set elements ``start`` and following of a parameter to the FP32 values of ``block`` (1-D)."""
         slab, parameter = self.place(name)
-        begin = parameter.offset + start
-        end = begin + block.numel()
+        piece = slice(parameter.offset + start, parameter.offset + start + block.numel())
         if slab.tail is None:
-            slab.head[begin:end].copy_(block)
-        else:
-            self._kernel.split(block.contiguous(), slab.head[begin:end], slab.tail[begin:end])
+            slab.head[piece].copy_(block)
+            return
+        head, tail = slab.head[piece], slab.tail[piece]
+        if not head.is_cuda:
+            self._kernel.split(block.contiguous(), head, tail)
+            return
+        halves = torch.empty(block.numel(), dtype=head.dtype), torch.empty(block.numel(), dtype=tail.dtype)
+        self._kernel.split(block.contiguous(), *halves)
+        head.copy_(halves[0])
+        tail.copy_(halves[1])
 
     def master_blocks(self, name: str) -> Iterator[torch.Tensor]:
-        """The parameter's FP32 master in order, in pieces of at most `BLOCK` elements."""
+        """The parameter's FP32 master in order, in pieces of at most `BLOCK` elements on the host."""
         slab, parameter = self.place(name)
         for start, end in ranges(parameter.numel, BLOCK):
             piece = slice(parameter.offset + start, parameter.offset + end)
@@ -158,7 +184,7 @@ class Store:
             if slab.tail is None:
                 block.copy_(slab.head[piece])
             else:
-                self._kernel.join(slab.head[piece], slab.tail[piece], block)
+                self._kernel.join(slab.head[piece].cpu(), slab.tail[piece].cpu(), block)
             yield block
 
     def master(self, name: str) -> torch.Tensor:
@@ -185,5 +211,4 @@ class Store:
             self._unregister(arena.memory)
         self._arenas.clear()
         self._slabs.clear()
-        self._gradients.clear()
         self._home.clear()

@@ -32,14 +32,14 @@ def batches(steps: int = STEPS, micros: int = 2) -> list[list[dict[str, torch.Te
     return [[{"input_ids": ids, "labels": ids.clone()} for ids in step] for step in steps_ids]
 
 
-def outcome(device: Device | str, *, config: Any = None, **options: Any) -> list[torch.Tensor]:
+def outcome(device: Device | str, *, config: Any = None, steps: int = STEPS, **options: Any) -> list[torch.Tensor]:
     """Losses, norms, gradients and masters of a few steps with active clipping, and a score between them."""
     options = {"slots": 2, "compute_dtype": "float32", "kernel": "reference", "loss_chunk_tokens": 3} | options
     result = []
     with Model.from_config(
         config or small_config(), seed=1, device=device, max_grad_norm=0.5, optimizer=AdamW(lr=1e-2), **options
     ) as model:
-        for index, step in enumerate(batches()):
+        for index, step in enumerate(batches(steps)):
             done = model.step(step, keep_gradients=True)
             result.append(torch.tensor([done.loss, done.grad_norm], dtype=torch.float64))
             if index == 0:

@@ -1,16 +1,10 @@
-"""Interleavings of tiny arithmetic: one thread a lane is plenty, and idle OpenMP threads would spin."""
+"""Interleavings of tiny arithmetic: one thread a lane is plenty."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def _one_thread(one_thread: None) -> None:
+    """For every test of this folder."""

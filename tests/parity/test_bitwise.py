@@ -67,6 +67,26 @@ def test_bf16(tied: bool, micros: int, activations: str) -> None:
     run_both(tiny_config(tie_word_embeddings=tied), dtype="bfloat16", micros=micros, activations=activations, chunk=32)
 
 
+ALL = ["embedding", "layers.0", "layers.1", "layers.2", "layers.3", "head"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("weights", "states"),
+    [(ALL, None), (None, ALL), (["layers.2", "head"], ["embedding", "layers.0"]), (["embedding"], ["head"])],
+)
+def test_residency(weights: list[str] | None, states: list[str] | None, tied: bool, dtype: str) -> None:
+    config = tiny_config(tie_word_embeddings=tied)
+    run_both(config, dtype=dtype, weights_on_device=weights, states_on_device=states, chunk=32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("activations", [["layers.1", "layers.3"], "50%"])
+def test_some_activations_kept(activations: str | list[str], dtype: str) -> None:
+    run_both(tiny_config(), activations=activations, dtype=dtype, chunk=32)
+
+
 def test_on_the_simulator() -> None:
     run_both(tiny_config(), device="sim")
 

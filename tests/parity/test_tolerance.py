@@ -17,8 +17,8 @@ MAX_NORM = 0.5
 
 
 def engine(config: Any, device: str, **options: Any) -> Model:
-    options = {"compute_dtype": "float32", "optimizer": AdamW(lr=1e-3), "max_grad_norm": MAX_NORM} | options
-    return Model.from_config(config, seed=7, device=device, **options)
+    defaults = {"compute_dtype": "float32", "optimizer": AdamW(lr=1e-3), "max_grad_norm": MAX_NORM, "compile": False}
+    return Model.from_config(config, seed=7, device=device, **(defaults | options))
 
 
 def spread(make: Callable[[], Oracle], batches: list[Any]) -> tuple[Oracle, dict[str, torch.Tensor], float]:

@@ -16,6 +16,8 @@ from megatrain.errors import UserError
 if TYPE_CHECKING:
     import torch
 
+    from megatrain.kernels import DeviceKernel, Kernel
+
 LANES = ("h2d", "compute", "d2h", "optimizer")
 
 Ticket = tuple[str, int]
@@ -28,6 +30,10 @@ class Device(ABC):
     torch_device: torch.device
     poisons: bool
     """Whether released buffers are filled with NaN, so that a late reader is noticed."""
+
+    @abstractmethod
+    def update_kernel(self, host_kernel: Kernel) -> DeviceKernel:
+        """The kernel that updates state on this device; ``host_kernel`` is the one of the host."""
 
     @abstractmethod
     def submit(self, ticket: Ticket, label: str, unit: str, run: Callable[[], None], waits: Sequence[Ticket]) -> None:

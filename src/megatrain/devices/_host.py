@@ -10,6 +10,8 @@ import torch
 
 from megatrain.devices import Device
 from megatrain.devices._measure import count_peak
+from megatrain.kernels import DeviceKernel, Kernel
+from megatrain.kernels.resident import HostResidentKernel
 
 
 class HostMemoryDevice(Device):
@@ -17,6 +19,9 @@ class HostMemoryDevice(Device):
 
     torch_device = torch.device("cpu")
     poisons = True
+
+    def update_kernel(self, host_kernel: Kernel) -> DeviceKernel:
+        return HostResidentKernel(host_kernel)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)

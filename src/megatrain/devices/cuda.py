@@ -20,6 +20,7 @@ from megatrain.devices import LANES, Device, Ticket
 from megatrain.devices._pages import populate
 from megatrain.devices._threads import ThreadLanes
 from megatrain.errors import UserError
+from megatrain.kernels import DeviceKernel, Kernel
 from megatrain.layout import ranges
 
 _log = logging.getLogger(__name__)
@@ -52,6 +53,11 @@ class CudaDevice(Device):
         self._pieces: dict[int, int] = {}
         self._warned = False
         self._lanes = ThreadLanes(LANES, perform=self._perform, await_other=self._await_other)
+
+    def update_kernel(self, host_kernel: Kernel) -> DeviceKernel:
+        from megatrain.kernels.triton import TritonKernel  # triton comes with CUDA builds of torch only
+
+        return TritonKernel()
 
     def submit(self, ticket: Ticket, label: str, unit: str, run: Callable[[], None], waits: Sequence[Ticket]) -> None:
         self._lanes.submit(ticket, label, unit, run, waits)

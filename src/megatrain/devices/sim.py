@@ -56,11 +56,11 @@ class SimDevice(HostMemoryDevice):
         job = self._random.choice(fair or ready)
         try:
             job.run()
-        except Exception as cause:
+            self._queues[job.ticket[0]].popleft()
+            self._done[job.ticket[0]] += 1
+        except BaseException as cause:  # Ctrl-C too: an operation that ran in part must not run again
             self._failure = lane_error(job.ticket[0], job.label, job.unit, cause)
             raise self._failure from cause
-        self._queues[job.ticket[0]].popleft()
-        self._done[job.ticket[0]] += 1
 
     def close(self) -> None:
         """Nothing to end."""

@@ -39,14 +39,16 @@ class HostBatch:
 
 def check_batches(micro_batches: Sequence[Mapping[str, torch.Tensor]], vocab_size: int) -> list[HostBatch]:
     """Check every micro-batch of a step; `UserError` names the first field that is wrong."""
-    if isinstance(micro_batches, Mapping) or not micro_batches:
+    if not isinstance(micro_batches, Sequence) or not micro_batches:
         raise UserError("micro_batches: give a non-empty list of dicts, one a micro-batch")
     return [check_batch(batch, f"micro_batches[{i}]", vocab_size) for i, batch in enumerate(micro_batches)]
 
 
 def check_batch(batch: Mapping[str, torch.Tensor], name: str, vocab_size: int) -> HostBatch:
     """Check one micro-batch and move left padding to the right."""
-    unknown = sorted(set(batch) - _KEYS)
+    if not isinstance(batch, Mapping):
+        raise UserError(f"{name}: {type(batch).__name__}; give a dict of tensors: {', '.join(sorted(_KEYS))}")
+    unknown = sorted(set(batch) - _KEYS, key=str)
     if unknown:
         raise UserError(f"{name}: unknown key {unknown[0]!r}; a micro-batch has {', '.join(sorted(_KEYS))}")
     ids = _matrix(batch, "input_ids", name, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 
 import torch
 
@@ -27,10 +28,11 @@ class EngineOptions:
     """How the engine runs; the meaning of a step does not depend on any of it."""
 
     slots: int
-    keep_activations: bool
     compute_dtype: torch.dtype
     gradient_dtype: torch.dtype
-    device_memory: int | None
+    weights_resident: frozenset[str] = frozenset()
+    states_resident: frozenset[str] = frozenset()
+    activations_kept: frozenset[str] = frozenset()
 
 
 class Engine:
@@ -44,37 +46,46 @@ class Engine:
         optimizer: Optimizer,
         kernel: Kernel,
         options: EngineOptions,
+        memory: DeviceMemory,
     ) -> None:
         self._device, self._store, self._options = device, store, options
         self._units = templates.decoder.units
-        self.memory = DeviceMemory(options.device_memory)
-        device.limit(options.device_memory)
+        self.memory = memory
         differs = options.gradient_dtype is not torch.float32
         specs = [
-            UnitSpec(unit.name, unit.layout.numel, unit.uses, always_kept=unit.cheap_graph) for unit in self._units
+            UnitSpec(
+                unit.name,
+                unit.layout.numel,
+                unit.uses,
+                weights_resident=unit.name in options.weights_resident,
+                state_resident=unit.name in options.states_resident,
+                keeps=unit.cheap_graph or unit.name in options.activations_kept,
+                lookup=unit.cheap_graph,
+            )
+            for unit in self._units
         ]
-        policy = Policy(keep_activations=options.keep_activations, sum_dtype_differs=differs)
+        policy = Policy(sum_dtype_differs=differs)
         self._builder = Builder(specs, options.slots, policy)
         self._table = Table(self.memory, device.poisons)
         self._tracker = WaitTracker()
         self._operations = Operations(device, store, templates, optimizer, kernel)
         self._allocate()
-        if options.keep_activations:
-            for unit in {unit.structure: unit for unit in self._units if unit.structure >= 0}.values():
-                templates.check_keep(unit, options.compute_dtype)
+        for unit in {unit.structure: unit for unit in self._units if unit.name in options.activations_kept}.values():
+            templates.check_keep(unit, options.compute_dtype)
         rings = self._builder.rings
         self._workspaces = Workspaces(
             device,
             templates,
-            weights=lambda unit: self._lend(("slot", rings.ring_of[unit], 0), unit),
-            gradient=lambda unit: self._lend(
-                ("sum", rings.ring_of[unit]) if differs else ("grad", rings.ring_of[unit], 0), unit
+            weights=lambda unit: self._lend(
+                ("slot", rings.slot_ring[unit], 0) if unit in rings.slot_ring else ("weights", unit), unit
             ),
+            gradient=lambda unit: self._lend(self._scratch(unit, differs=differs), unit),
         )
 
     def train(self, run: Run) -> Ticket:
         """Submit one training step; returns the ticket after which ``run.result`` holds its results."""
         run.result = self._store.results(len(run.batches) + 2)
+        run.counts = {unit: self._store.step_count(unit) + 1 for unit in self._store.units}
         self._admit(run.batches, training=True)
         return self._submit(self._builder.training_step(len(run.batches)), run, until="PUBLISH")
 
@@ -85,24 +96,36 @@ class Engine:
 
     def admit(self, shapes: Sequence[Shape], *, training: bool) -> None:
         """Raise `UserError` when micro-batches of these shapes cannot run within the budget."""
-        keep = self._options.keep_activations and training
+        kept = self._options.activations_kept if training else frozenset()
+        modes = {unit.name in kept for unit in self._units}
         for shape in shapes:
-            if not self._workspaces.knows(shape, keep=keep):
-                self._measure(shape, keep=keep)
-        needs = [self._workspaces.need(shape, keep=keep) for shape in shapes]
+            for keep in modes:
+                if not self._workspaces.knows(shape, keep=keep):
+                    self._measure(shape, keep=keep)
+
+        def need(unit: str, micro: int) -> Need:
+            return self._workspaces.need(shapes[micro], keep=unit in kept)
+
         builder = Builder(self._builder.units, self._options.slots, self._builder.policy)
         ops = builder.training_step(len(shapes)) if training else builder.scoring(len(shapes))
         structure = {unit.name: unit.structure for unit in self._units}
         peak, where = planned_peak(
             ops,
             self.memory.fixed.total(),
-            size=partial(_size, needs, structure),
-            workspace=lambda op: _workspace(needs, structure, op),
+            size=partial(_size, need, structure),
+            workspace=partial(_workspace, need, structure),
         )
-        budget = self._options.device_memory
+        budget = self.memory.budget
         if budget is not None and peak > budget:
             raise over_budget(peak, budget, where)
         self.memory.peak = max(self.memory.peak, peak)
+
+    def count(self, run: Run) -> None:
+        """The step's updates, applied or under way, count from now on, unless there was nothing to apply."""
+        if not isfinite(run.result[-2].item()):
+            return
+        for unit, count in run.counts.items():
+            self._store.set_step_count(unit, count)
 
     def wait(self, ticket: Ticket) -> None:
         """Block until an operation is complete; raises `LaneError` when a lane has failed."""
@@ -119,15 +142,19 @@ class Engine:
 
     def compute_bound(self, shape: Shape, micro_batches: int) -> float:
         """Seconds of a step's arithmetic alone: every forward, loss and backward, with weights resident."""
-        keep = self._options.keep_activations
-        times: dict[tuple[str, int], float] = {}
+        kept = self._options.activations_kept
+        times: dict[bool, dict[tuple[str, int], float]] = {}
 
         def measure() -> None:
-            times.update(self._workspaces.seconds(shape, keep=keep))
+            for keep in {unit.name in kept for unit in self._units}:
+                times[keep] = self._workspaces.seconds(shape, keep=keep)
 
         self._on_compute(measure, f"TIME {shape}")
-        kinds = ("FORWARD", "LOSS", "BACKWARD")
-        return micro_batches * sum(times.get((kind, unit.structure), 0.0) for unit in self._units for kind in kinds)
+        return micro_batches * sum(
+            times[unit.name in kept].get((kind, unit.structure), 0.0)
+            for unit in self._units
+            for kind in ("FORWARD", "LOSS", "BACKWARD")
+        )
 
     def _measure(self, shape: Shape, *, keep: bool) -> None:
         """Measure on the compute lane, whose allocations and streams are the step's.
@@ -147,7 +174,7 @@ class Engine:
             return
         if isinstance(failure[0], UserError):
             raise failure[0]
-        budget = self._options.device_memory
+        budget = self.memory.budget
         limit = "the device's memory" if budget is None else f"{budget / 2**20:.1f} MiB"
         raise UserError(
             f"placement.device_memory: {limit} is too small for a micro-batch of {shape.rows} x {shape.tokens} tokens;"
@@ -185,9 +212,11 @@ class Engine:
         def fix(name: Buffer, label: str, numel: int, dtype: torch.dtype) -> None:
             self._table.fix(name, self.memory.allocate(label, numel, dtype, where))
 
-        for ring, numel in rings.numel.items():
+        for ring, numel in rings.slot_numel.items():
+            label = "resident weights" if ring.startswith("own ") else "slots"
             for i in range(rings.slots[ring]):
-                fix(("slot", ring, i), "slots", numel, compute)
+                fix(("slot", ring, i), label, numel, compute)
+        for ring, numel in rings.grad_numel.items():
             for i in range(rings.buffers[ring]):
                 fix(("grad", ring, i), "gradients", numel, gradient)
             if self._builder.policy.sum_dtype_differs:
@@ -198,23 +227,36 @@ class Engine:
 
     @property
     def _gradient_buffers(self) -> tuple[Buffer, ...]:
-        return tuple(name for name in self._table.fixed_names if name[0] in ("grad", "sum"))
+        resident = self._options.states_resident
+        return tuple(
+            name
+            for name in self._table.fixed_names
+            if name[0] in ("grad", "sum") or (name[0] == "hostgrad" and name[1] in resident)
+        )
+
+    def _scratch(self, unit: str, *, differs: bool) -> Buffer:
+        """A gradient buffer to write to while measuring."""
+        ring = self._builder.rings.grad_ring[unit]
+        if differs:
+            return ("sum", ring)
+        return ("hostgrad", unit) if unit in self._options.states_resident else ("grad", ring, 0)
 
     def _lend(self, name: Buffer, unit: str) -> torch.Tensor:
         buffer: torch.Tensor = self._table.get(name)
         return buffer[: self._store.layout(unit).numel]
 
 
-def _size(needs: Sequence[Need], structure: dict[str, int], buffer: Buffer) -> int:
-    kind, micro = buffer[0], buffer[-1]
+def _size(need: Callable[[str, int], Need], structure: dict[str, int], buffer: Buffer) -> int:
+    kind, micro = str(buffer[0]), buffer[-1]
     if kind in ("act", "dhid", "batch", "context"):
-        return needs[int(micro)].held["act" if kind == "dhid" else str(kind), -1]
+        return need("", int(micro)).held["act" if kind == "dhid" else kind, -1]
     if kind == "graph":
-        return needs[int(micro)].held["graph", structure[str(buffer[1])]]
+        unit = str(buffer[1])
+        return need(unit, int(micro)).held["graph", structure[unit]]
     return 0
 
 
-def _workspace(needs: Sequence[Need], structure: dict[str, int], op: Op) -> int:
+def _workspace(need: Callable[[str, int], Need], structure: dict[str, int], op: Op) -> int:
     if op.micro < 0 or not op.unit:
         return 0
-    return needs[op.micro].peak[op.kind, structure[op.unit]]
+    return need(op.unit, op.micro).peak[op.kind, structure[op.unit]]

@@ -32,6 +32,8 @@ class Run:
     seed: int = 0
     lr: float = 0.0
     max_grad_norm: float | None = None
+    counts: dict[str, int] = field(default_factory=dict)
+    """Which update of each unit this step's is, from 1."""
     result: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     """Host FP64: loss of each micro-batch (a sum of token losses), then gradient norm, then clip factor."""
     scores: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -50,6 +52,7 @@ class Operations:
     ) -> None:
         self._device, self._store, self._templates = device, store, templates
         self._optimizer, self._kernel = optimizer, kernel
+        self._device_kernel = device.update_kernel(kernel)
         self._units = {unit.name: unit for unit in templates.decoder.units}
         self._index = {unit.name: i for i, unit in enumerate(templates.decoder.units)}
 
@@ -158,13 +161,16 @@ class Operations:
         handles.put(("result",), run.result)
 
     def update(self, op: Op, handles: Handles, run: Run) -> None:
-        """Update one unit on the host; a step with a non-finite gradient leaves everything as it was."""
-        norm, factor = handles.read(("result",))[-2:].tolist()
-        if not isfinite(norm):
+        """Update one unit where its state is; a step with a non-finite gradient leaves everything as it was."""
+        slab, gradient = self._store.slab(op.unit), handles.read(("hostgrad", op.unit))
+        step = run.counts[op.unit]
+        if op.lane == "compute":
+            clip = handles.read(("clip",))
+            self._optimizer.update(self._device_kernel, slab, gradient, lr=run.lr, step=step, scale=clip)
             return
-        slab = self._store.slab(op.unit)
-        gradient = handles.read(("hostgrad", op.unit))
-        self._optimizer.update(self._kernel, slab, gradient, lr=run.lr, scale=factor)
+        norm, factor = handles.read(("result",))[-2:].tolist()
+        if isfinite(norm):
+            self._optimizer.update(self._kernel, slab, gradient, lr=run.lr, step=step, scale=factor)
 
     def score(self, op: Op, handles: Handles, run: Run) -> None:
         """Log-probabilities of one micro-batch's targets."""

@@ -10,7 +10,7 @@ Buffers are named by tuples:
 ``("slot", ring, i)``       device buffer with one unit's weights
 ``("sum", ring)``           device FP32 sum of gradients, where they leave in another dtype
 ``("grad", ring, i)``       device buffer with one unit's finished gradient, ready to leave
-``("hostgrad", unit)``      the gradient on the host
+``("hostgrad", unit)``      the gradient where the update finds it: on the host, or on the device beside the state
 ``("batch", m)``            token ids, targets and positions of micro-batch m on the device
 ``("context", m)``          what the model's prologue hands to every layer: positions, rotary pairs, masks
 ``("act", unit, m)``        the unit's input (boundary activation)
@@ -42,8 +42,14 @@ class UnitSpec:
     numel: int
     uses: tuple[str, ...] = ()
     """Units whose weights it reads besides its own (a tied head reads the embedding's)."""
-    always_kept: bool = False
-    """Its graph costs next to nothing and its backward reads no weights, so neither is made again."""
+    weights_resident: bool = False
+    """It has a slot of its own; one FETCH a step, after its update."""
+    state_resident: bool = False
+    """All its training state is on the device: nothing of it is fetched or drained."""
+    keeps: bool = False
+    """Its activations are kept from forward to backward instead of being computed again."""
+    lookup: bool = False
+    """Its backward reads no weights: what it keeps is enough."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,8 +75,8 @@ class Op:
     """The last one: it rounds the sum and takes its norm."""
 
     def __str__(self) -> str:
-        micro = f" micro-batch {self.micro}" if self.micro >= 0 else ""
-        return f"{self.kind} {self.unit}{micro}".strip()
+        micro = f"micro-batch {self.micro}" if self.micro >= 0 else ""
+        return " ".join(part for part in (self.kind, self.unit, micro) if part)
 
 
 class Rings:
@@ -82,36 +88,37 @@ class Rings:
     """
 
     def __init__(self, units: Sequence[UnitSpec], slots: int) -> None:
-        first, last = units[0], units[-1]
-        layers = {unit.name: unit.numel for unit in units[1:-1]}
-        families = {"layer": layers, "first": {first.name: first.numel}, "last": {last.name: last.numel}}
-        if not last.uses:
-            families = {"layer": layers, "edge": families["first"] | families["last"]}
-        self.ring_of: dict[str, str] = {}
-        self.numel: dict[str, int] = {}
-        self.slots: dict[str, int] = {}
-        self.buffers: dict[str, int] = {}
-        for family, sizes in families.items():
-            for name, numel in size_classes(sizes).items():
-                ring = f"{family}{numel}"
-                self.ring_of[name], self.numel[ring] = ring, numel
-        for ring in self.numel:
-            members = sum(1 for other in self.ring_of.values() if other == ring)
-            # Two uses far apart gain nothing from a second slot; with a slot for every unit, all stay.
-            alone = members <= 2 and slots < len(units)
-            self.slots[ring] = 1 if alone else min(slots, members)
-            self.buffers[ring] = 1 if members <= 2 else min(slots, 2)
+        self.grad_ring, self.grad_numel = _classes(units, units)
+        streamed = [unit for unit in units if not (unit.weights_resident or unit.state_resident)]
+        self.slot_ring, self.slot_numel = _classes(units, streamed)
+        for unit in units:
+            if unit.weights_resident and not unit.state_resident:
+                self.slot_ring[unit.name] = f"own {unit.name}"
+                self.slot_numel[f"own {unit.name}"] = unit.numel
+        drained = {unit.name for unit in units if not unit.state_resident}
+        self.slots = {ring: self._count(ring, self.slot_ring, slots, len(units)) for ring in self.slot_numel}
+        self.buffers = {
+            ring: min(slots, 2, max(1, members - 1)) if members else 0
+            for ring in self.grad_numel
+            for members in [sum(1 for name in drained if self.grad_ring[name] == ring)]
+        }
         self._content: dict[Buffer, str | None] = {
             ("slot", ring, i): None for ring, count in self.slots.items() for i in range(count)
         }
         self._used: dict[Buffer, int] = dict.fromkeys(self._content, 0)
         self._clock = 0
-        self._next: dict[str, int] = dict.fromkeys(self.numel, 0)
+        self._next: dict[str, int] = dict.fromkeys(self.grad_numel, 0)
+
+    @staticmethod
+    def _count(ring: str, ring_of: dict[str, str], slots: int, units: int) -> int:
+        members = sum(1 for other in ring_of.values() if other == ring)
+        # Two uses far apart gain nothing from a second slot; with a slot for every unit, all stay.
+        return 1 if members <= 2 and slots < units else min(slots, members)
 
     def slot(self, unit: str) -> tuple[Buffer, bool]:
         """The unit's slot and whether it must be fetched; evicts the least recently used one of its ring."""
         self._clock += 1
-        candidates = [slot for slot in self._content if slot[1] == self.ring_of[unit]]
+        candidates = [slot for slot in self._content if slot[1] == self.slot_ring[unit]]
         held = next((slot for slot in candidates if self._content[slot] == unit), None)
         chosen = held or min(candidates, key=lambda slot: self._used[slot])
         self._used[chosen], self._content[chosen] = self._clock, unit
@@ -119,7 +126,7 @@ class Rings:
 
     def gradient(self, unit: str) -> Buffer:
         """The next gradient buffer of the unit's ring, in turn."""
-        ring = self.ring_of[unit]
+        ring = self.grad_ring[unit]
         self._next[ring] += 1
         return ("grad", ring, self._next[ring] % self.buffers[ring])
 
@@ -131,11 +138,26 @@ class Rings:
         return dropped
 
 
+def _classes(units: Sequence[UnitSpec], members: Sequence[UnitSpec]) -> tuple[dict[str, str], dict[str, int]]:
+    """Ring of each of ``members`` and the elements of each ring's buffers."""
+    first, last = units[0], units[-1]
+    families: dict[str, dict[str, int]] = {}
+    for unit in members:
+        edge = "first" if unit is first else "last"
+        family = "layer" if unit not in (first, last) else edge if last.uses else "edge"
+        families.setdefault(family, {})[unit.name] = unit.numel
+    ring_of, numel_of = {}, {}
+    for family, sizes in families.items():
+        for name, numel in size_classes(sizes).items():
+            ring_of[name] = f"{family}{numel}"
+            numel_of[ring_of[name]] = numel
+    return ring_of, numel_of
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """What varies between programs of one model."""
 
-    keep_activations: bool = False
     sum_dtype_differs: bool = False
     """Gradients leave in a dtype other than FP32, so sums need a buffer of their own."""
 
@@ -145,6 +167,7 @@ class Builder:
 
     def __init__(self, units: Sequence[UnitSpec], slots: int, policy: Policy) -> None:
         self.units = list(units)
+        self._named = {unit.name: unit for unit in units}
         self.rings = Rings(units, slots)
         self.policy = policy
         self._ops: list[Op] = []
@@ -161,14 +184,15 @@ class Builder:
         norms: tuple[Buffer, ...] = tuple(("norm", name) for name in names)
         self._add(Op(kind="NORM", lane="compute", reads=norms, writes=(("clip",),)))
         self._add(Op(kind="PUBLISH", lane="d2h", reads=(("clip",), *losses), writes=(("result",),)))
-        for name in names:
+        for unit in self.units:
+            resident = unit.state_resident
             self._add(
                 Op(
                     kind="UPDATE",
-                    lane="optimizer",
-                    unit=name,
-                    reads=(("hostgrad", name), ("result",)),
-                    writes=(("weights", name), ("state", name)),
+                    lane="compute" if resident else "optimizer",
+                    unit=unit.name,
+                    reads=(("hostgrad", unit.name), ("clip",) if resident else ("result",)),
+                    writes=(("weights", unit.name), ("state", unit.name)),
                 )
             )
         self._release_stale(self.rings.forget(names))
@@ -202,8 +226,11 @@ class Builder:
 
     def _weights(self, unit: UnitSpec) -> dict[str, Buffer]:
         """Slots that hold the weights a unit uses, with a FETCH for each that is not there."""
-        slots = {}
+        slots: dict[str, Buffer] = {}
         for name in (unit.name, *unit.uses):
+            if self._named[name].state_resident:
+                slots[name] = ("weights", name)
+                continue
             slot, missing = self.rings.slot(name)
             if missing:
                 self._release_stale([slot])
@@ -222,9 +249,6 @@ class Builder:
                 if slot in op.writes:
                     break
 
-    def _keeps(self, unit: UnitSpec) -> bool:
-        return self.policy.keep_activations or unit.always_kept
-
     def _forward(self, micros: int, *, training: bool) -> None:
         for m in range(micros):
             self._add(Op(kind="INPUT", lane="compute", micro=m, writes=(("batch", m),)))
@@ -237,7 +261,7 @@ class Builder:
                     writes = (*writes, ("context", m))
                 else:
                     reads = (*reads, ("context", m), ("act", unit.name, m))
-                if training and self._keeps(unit):
+                if training and unit.keeps:
                     writes = (*writes, ("graph", unit.name, m))
                 self._add(
                     Op(
@@ -253,13 +277,13 @@ class Builder:
 
     def _sum_buffer(self, unit: str, finished: Buffer, *, several: bool) -> Buffer:
         if several and self.policy.sum_dtype_differs:
-            return ("sum", self.rings.ring_of[unit])
+            return ("sum", self.rings.grad_ring[unit])
         return finished
 
     def _loss(self, micros: int) -> None:
         head = self.units[-1]
         slots = self._weights(head)
-        self._finished = {name: self.rings.gradient(name) for name in (head.name, *head.uses)}
+        self._finished = {name: self._gradient(name) for name in (head.name, *head.uses)}
         # A chunked loss adds to its gradients chunk by chunk, so it always sums.
         sums = {name: self._sum_buffer(name, grad, several=True) for name, grad in self._finished.items()}
         own = self._finished[head.name]
@@ -286,14 +310,14 @@ class Builder:
         self._drain(head.name, own)
 
     def _backward(self, unit: UnitSpec, micros: int) -> None:
-        slots = {} if unit.always_kept else self._weights(unit)
+        slots = {} if unit.lookup else self._weights(unit)
         started = unit.name in self.units[-1].uses
-        finished = self._finished[unit.name] if started else self.rings.gradient(unit.name)
+        finished = self._finished[unit.name] if started else self._gradient(unit.name)
         target = self._sum_buffer(unit.name, finished, several=started or micros > 1)
         first_unit = unit is self.units[0]
         for m in range(micros):
             last = m == micros - 1
-            kept: tuple[Buffer, ...] = (("graph", unit.name, m),) if self._keeps(unit) else ()
+            kept: tuple[Buffer, ...] = (("graph", unit.name, m),) if unit.keeps else ()
             act: tuple[Buffer, ...] = () if first_unit else (("act", unit.name, m),)
             finish: tuple[Buffer, ...] = (finished, ("norm", unit.name)) if last else ()
             done: tuple[Buffer, ...] = (("batch", m), ("context", m), ("dhid", m)) if first_unit else ()
@@ -315,7 +339,13 @@ class Builder:
             )
         self._drain(unit.name, finished)
 
+    def _gradient(self, unit: str) -> Buffer:
+        """Where a unit's finished gradient goes: a buffer to drain, or beside the state that it will update."""
+        return ("hostgrad", unit) if self._named[unit].state_resident else self.rings.gradient(unit)
+
     def _drain(self, unit: str, finished: Buffer) -> None:
+        if self._named[unit].state_resident:
+            return
         self._add(
             Op(
                 kind="DRAIN",

@@ -17,7 +17,8 @@ Ticket = tuple[str, int]
 @dataclass(slots=True)
 class _Use:
     writer: Ticket | None = None
-    readers: list[Ticket] = field(default_factory=list)
+    readers: dict[str, int] = field(default_factory=dict)
+    """Latest reader of each lane: it implies the earlier ones."""
 
 
 class WaitTracker:
@@ -67,7 +68,7 @@ class WaitTracker:
         for buffer in op.writes:
             use = self._uses.get(buffer)
             if use:
-                needed.update(use.readers)
+                needed.update(use.readers.items())
                 if use.writer:
                     needed.add(use.writer)
         return needed
@@ -86,7 +87,7 @@ class WaitTracker:
 
     def _note(self, op: Op, ticket: Ticket) -> None:
         for buffer in op.reads:
-            self._uses.setdefault(buffer, _Use()).readers.append(ticket)
+            self._uses.setdefault(buffer, _Use()).readers[op.lane] = ticket[1]
         for buffer in op.writes:
             self._uses[buffer] = _Use(writer=ticket)
 
@@ -94,7 +95,9 @@ class WaitTracker:
         """Drop the clocks that no buffer refers to any more, so that memory does not grow with the steps."""
         if len(self._known) < 50_000:
             return
-        live = {use.writer for use in self._uses.values()} | {r for use in self._uses.values() for r in use.readers}
+        live = {use.writer for use in self._uses.values()} | {
+            r for use in self._uses.values() for r in use.readers.items()
+        }
         live |= {(lane, count - 1) for lane, count in self._counts.items()}
         self._known = {ticket: clock for ticket, clock in self._known.items() if ticket in live}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -47,6 +48,9 @@ class Need:
     held: dict[tuple[str, int], int]
 
 
+Note = Callable[[str, Unit, Callable[[], object]], None]
+
+
 class Workspaces:
     """Measures and remembers needs."""
 
@@ -78,7 +82,7 @@ class Workspaces:
         def note(kind: str, unit: Unit, run: Callable[[], object]) -> None:
             need.peak[kind, unit.structure] = self._device.workspace(run)
 
-        self._visit(shape, need, note, keep=keep)
+        self._visit(shape, need, note, keep=keep, once=True)
         self._known[shape, keep] = need
 
     def seconds(self, shape: Shape, *, keep: bool) -> dict[tuple[str, int], float]:
@@ -86,16 +90,20 @@ class Workspaces:
         times: dict[tuple[str, int], float] = {}
 
         def note(kind: str, unit: Unit, run: Callable[[], object]) -> None:
-            if kind != "BACKWARD" or not (keep or unit.cheap_graph):  # a kept graph is good for one backward
-                times[kind, unit.structure] = self._device.seconds(run)
+            times[kind, unit.structure] = self._device.seconds(run)
 
-        self._visit(shape, Need(peak={}, held={}), note, keep=keep)
+        self._visit(shape, Need(peak={}, held={}), note, keep=keep, once=False)
+        for unit in self._templates.decoder.units:
+            if keep or unit.cheap_graph:  # timed with the forward that made the graph
+                whole, forward = (times.get((kind, unit.structure), 0.0) for kind in ("BACKWARD", "FORWARD"))
+                times["BACKWARD", unit.structure] = max(0.0, whole - forward)
         return times
 
-    def _visit(
-        self, shape: Shape, need: Need, note: Callable[[str, Unit, Callable[[], object]], None], *, keep: bool
-    ) -> None:
-        """Hand each operation on each kind of unit to ``note``; what it leaves behind goes to ``need.held``."""
+    def _visit(self, shape: Shape, need: Need, note: Note, *, keep: bool, once: bool) -> None:
+        """Hand each operation on each kind of unit to ``note``; what it leaves behind goes to ``need.held``.
+
+        A kept graph is good for one backward: unless ``note`` runs it ``once``, it makes its graph each time.
+        """
         decoder, batch = self._templates.decoder, self._example(shape)
         embedding, head = decoder.units[0], decoder.units[-1]
         hidden, context, _ = self._forward(embedding, batch, None, None, keep=False)
@@ -115,36 +123,32 @@ class Workspaces:
                 continue
             source = None if unit is embedding else hidden
             keeps = keep or unit.cheap_graph
-            note("FORWARD", unit, partial(self._forward, unit, batch, source, context, keep=keeps))
-            graph = self._forward(unit, batch, source, context, keep=True)[2] if keeps else None
+            forward = partial(self._forward, unit, batch, source, context, keep=keeps)
+            note("FORWARD", unit, forward)
+            graph = forward()[2]
             need.held["graph", unit.structure] = 0 if graph is None else graph.nbytes
-            self._note_backward(note, unit, batch, source, context, graph, hidden)
+            backward = partial(self._backward, unit, batch, source, context, upstream=hidden)
+            if keeps and not once:
+                note("BACKWARD", unit, partial(_both, forward, backward))
+            else:
+                note("BACKWARD", unit, partial(backward, graph))
+            del graph, backward
 
-    def _note_backward(
+    def _backward(
         self,
-        note: Callable[[str, Unit, Callable[[], object]], None],
         unit: Unit,
         batch: Batch,
         hidden: torch.Tensor | None,
         context: list[Arguments],
         graph: Graph | None,
+        *,
         upstream: torch.Tensor,
-    ) -> None:
+    ) -> object:
         seed = 0 if self._templates.decoder.dropout else None
-        run = partial(
-            self._templates.backward,
-            unit,
-            self._slots(unit),
-            batch,
-            hidden,
-            context,
-            graph,
-            upstream,
-            self._gradient(unit.name),
-            seed,
-            first=True,
+        slots, gradient = self._slots(unit), self._gradient(unit.name)
+        return self._templates.backward(
+            unit, slots, batch, hidden, context, graph, upstream, gradient, seed, first=True
         )
-        note("BACKWARD", unit, run)
 
     def _forward(
         self, unit: Unit, batch: Batch, hidden: torch.Tensor | None, context: list[Arguments] | None, *, keep: bool
@@ -163,6 +167,10 @@ class Workspaces:
         positions = torch.arange(shape.tokens, device=where).expand(shape.rows, -1) % max(1, shape.tokens // 2)
         rows = torch.arange(tokens, device=where)
         return Batch(ids, positions.contiguous() if shape.packed else None, rows, torch.zeros_like(rows))
+
+
+def _both(forward: Callable[[], tuple[Any, Any, Graph | None]], backward: Callable[[Graph | None], object]) -> object:
+    return backward(forward()[2])
 
 
 def planned_peak(

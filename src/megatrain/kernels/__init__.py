@@ -110,6 +110,29 @@ class Kernel(Protocol):
         """Write the value of ``head`` and ``tail`` to ``master`` [n] float32; undoes ``split`` exactly."""
 
 
+class DeviceKernel(Protocol):
+    """The same update for state that lives on the device; asynchronous, and blind to the result of the step."""
+
+    def adamw(
+        self,
+        head: Tensor,
+        tail: Tensor | None,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        grad: Tensor,
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        step: int,
+        grad_scale: Tensor,
+    ) -> None:
+        """As `Kernel.adamw`; ``grad_scale`` is FP64 ``[norm, factor]``, and a norm that is not finite updates
+        nothing."""
+
+
 def load(name: Literal["auto", "native", "reference"] = "auto") -> Kernel:
     """Return a kernel: ``auto`` is ``native`` where it works, else ``reference`` with one warning that says
     why.

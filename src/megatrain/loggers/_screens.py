@@ -11,7 +11,7 @@ def count(number: float) -> str:
     """``950``, ``4,812``, ``3.1M``, ``4.02B``."""
     if number >= 1e9:
         return f"{number / 1e9:.2f}B"
-    if number >= 1e5:
+    if number >= 1e6:
         return f"{number / 1e6:.1f}M"
     return f"{number:,.0f}"
 

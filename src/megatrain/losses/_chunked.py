@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megatrain.layout import ranges
+from megatrain.layout import even_ranges
 from megatrain.losses import TokenLoss
 
 Head = Callable[[torch.Tensor], torch.Tensor]
@@ -37,7 +37,7 @@ def chunked_loss(
     """
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
     gradient = torch.zeros_like(hidden)
-    for start, end in ranges(index.numel(), chunk_tokens):
+    for start, end in even_ranges(index.numel(), chunk_tokens):
         rows = index[start:end]
         with torch.enable_grad():
             chunk = hidden[rows].requires_grad_()
@@ -61,6 +61,6 @@ def chunked_log_probs(
     """FP32 log-probabilities ``[n]`` of the targets; arguments as in `chunked_loss`."""
     pieces = [
         -token_loss(head(hidden[index[start:end]]), targets[start:end])
-        for start, end in ranges(index.numel(), chunk_tokens)
+        for start, end in even_ranges(index.numel(), chunk_tokens)
     ]
     return torch.cat(pieces) if pieces else torch.zeros(0, device=hidden.device)

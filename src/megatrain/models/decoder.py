@@ -125,9 +125,9 @@ class Decoder:
         self.units.append(Unit(HEAD, build_layout(own), structure=-2, uses=uses, aliases=aliases))
         base.layers = nn.ModuleList(_Stub(layer, self._calls) for layer in layers)
         base.norm = nn.Identity()
-        setattr(causal, prefix, _ChunkBase(norm))
         self._linear_name = ""
-        self._linear = self._stream_output(causal)
+        self._linear = self._stream_output(causal)  # before the base goes: without it there are no output embeddings
+        setattr(causal, prefix, _ChunkBase(norm))
         for module in (base, causal, *self._templates.values()):
             move_buffers(module, device)
             module.train(self.dropout)

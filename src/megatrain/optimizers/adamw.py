@@ -14,8 +14,8 @@ from megatrain.optimizers import Optimizer
 if TYPE_CHECKING:
     import torch
 
-    from megatrain.kernels import Kernel
-    from megatrain.store import Slab
+    from megatrain.kernels import DeviceKernel, Kernel
+    from megatrain.optimizers import State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,15 +52,23 @@ class AdamW(Optimizer):
     def base_lr(self) -> float:
         return self.lr
 
-    def update(self, kernel: Kernel, slab: Slab, gradient: torch.Tensor, *, lr: float, scale: float) -> None:
-        step = slab.steps + 1
-        for start, end, decayed in decay_runs(slab.layout):
+    def update(
+        self,
+        kernel: Kernel | DeviceKernel,
+        state: State,
+        gradient: torch.Tensor,
+        *,
+        lr: float,
+        step: int,
+        scale: float | torch.Tensor,
+    ) -> None:
+        for start, end, decayed in decay_runs(state.layout):
             piece = slice(start, end)
             kernel.adamw(
-                slab.head[piece],
-                None if slab.tail is None else slab.tail[piece],
-                slab.exp_avg[piece],
-                slab.exp_avg_sq[piece],
+                state.head[piece],
+                None if state.tail is None else state.tail[piece],
+                state.exp_avg[piece],
+                state.exp_avg_sq[piece],
                 gradient[piece],
                 lr=lr,
                 beta1=self.betas[0],
@@ -68,9 +76,8 @@ class AdamW(Optimizer):
                 eps=self.eps,
                 weight_decay=self.weight_decay if decayed else 0.0,
                 step=step,
-                grad_scale=scale,
+                grad_scale=scale,  # type: ignore[arg-type]  # a tensor goes with a device kernel only
             )
-        slab.steps = step
 
 
 def decays(parameter: Parameter) -> bool:

@@ -1,0 +1,48 @@
+"""Which units live on the device: their weights, or all their training state."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from megatrain.config import parse_bytes
+from megatrain.errors import UserError
+
+Placement = str | int | float | Sequence[str] | None
+"""Bytes (``"20GiB"`` or a number), a share of the model (``0.5``, ``"50%"``), or names of units; None: nothing."""
+
+
+def resident_units(field: str, placement: Placement, sizes: Mapping[str, int]) -> frozenset[str]:
+    """Names of the units that a placement means; ``sizes`` are the bytes each would take, in network order.
+
+    Bytes and shares take units from the start of the network: those are the first that the next step needs, and
+    they need not wait for an update on the host.
+    """
+    if placement is None:
+        return frozenset()
+    if isinstance(placement, Sequence) and not isinstance(placement, str):
+        unknown = sorted(set(placement) - set(sizes))
+        if unknown:
+            raise UserError(f"{field}: no unit is called {unknown[0]!r}; units are {_some(sizes)}")
+        return frozenset(placement)
+    total = sum(sizes.values())
+    percent = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*%\s*", placement) if isinstance(placement, str) else None
+    if percent is not None or isinstance(placement, float):
+        share = float(percent[1]) / 100 if percent is not None else float(placement)
+        if not 0 <= share <= 1:
+            raise UserError(f"{field}: {placement} is out of range; a share is between 0 and 1, or 0% and 100%")
+        limit = int(share * total)
+    else:
+        limit = 0 if placement == 0 else parse_bytes(field, placement) or 0
+    chosen, used = [], 0
+    for name, nbytes in sizes.items():
+        if used + nbytes > limit:
+            break
+        chosen.append(name)
+        used += nbytes
+    return frozenset(chosen)
+
+
+def _some(names: Mapping[str, int]) -> str:
+    listed = list(names)
+    return ", ".join(listed if len(listed) <= 4 else [*listed[:2], "...", *listed[-2:]])

@@ -1,0 +1,52 @@
+"""The host kernel for devices whose memory is the host's: their resident state is updated as any other."""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import TYPE_CHECKING
+
+from megatrain.kernels import Kernel
+
+if TYPE_CHECKING:
+    import torch
+
+
+class HostResidentKernel:
+    """A `DeviceKernel` for `cpu` and `sim`."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+
+    def adamw(
+        self,
+        head: torch.Tensor,
+        tail: torch.Tensor | None,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        grad: torch.Tensor,
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        step: int,
+        grad_scale: torch.Tensor,
+    ) -> None:
+        """See `megatrain.kernels.DeviceKernel`."""
+        norm, factor = grad_scale.tolist()
+        if isfinite(norm):
+            self._kernel.adamw(
+                head,
+                tail,
+                exp_avg,
+                exp_avg_sq,
+                grad,
+                lr=lr,
+                beta1=beta1,
+                beta2=beta2,
+                eps=eps,
+                weight_decay=weight_decay,
+                step=step,
+                grad_scale=factor,
+            )

@@ -1,0 +1,84 @@
+"""Fault 16: nobody can tell beforehand whether the model fits in RAM."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from _fixtures import random_checkpoint
+from _runs import arguments, chats, make_model, megatrain, write_rows
+from _tokenizers import save_tokenizer
+
+from megatrain import Model
+from megatrain.config import CheckpointConfig, ComputeConfig, DataConfig, ModelConfig, RunConfig
+from megatrain.preflight import prepare
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [0, 100_000_000])
+def test_the_prediction_is_close_and_never_below(tmp_path: Path, dtype: str, size: int) -> None:
+    if size:
+        random_checkpoint(tmp_path / "model", size, shards=2)
+        save_tokenizer(tmp_path / "model")
+    else:
+        make_model(tmp_path / "model")
+    config = RunConfig(
+        model=ModelConfig(name_or_path=str(tmp_path / "model")),
+        data=DataConfig(train=str(write_rows(tmp_path / "chats.jsonl", chats(4)))),
+        compute=ComputeConfig(dtype=dtype),  # type: ignore[arg-type]
+        checkpoint=CheckpointConfig(every=0),
+        output_dir=str(tmp_path / "run"),
+    )
+    prepared = prepare(config, lambda *_: None)
+    with Model.from_pretrained(tmp_path / "model", device="cpu", compute_dtype=dtype) as model:
+        assert prepared.parameters == model.num_parameters
+        assert model.memory.host_bytes <= prepared.host_bytes <= 1.1 * model.memory.host_bytes
+
+
+def sparse_7b(folder: Path) -> None:
+    """A 7B model whose weight file takes no disk: a header, and a hole of the right length."""
+    config = transformers.LlamaConfig(architectures=["LlamaForCausalLM"], dtype="bfloat16")
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    config.save_pretrained(folder)
+    header, at = {}, 0
+    for name, parameter in model.named_parameters():
+        end = at + 2 * parameter.numel()
+        header[name] = {"dtype": "BF16", "shape": list(parameter.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        os.truncate(file.fileno(), 8 + len(text) + at)
+    save_tokenizer(folder)
+
+
+def test_too_little_memory_stops_at_once_naming_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    sparse_7b(tmp_path / "model")
+    write_rows(tmp_path / "chats.jsonl", chats(4))
+    begun = time.monotonic()
+    result = megatrain("train", *arguments(tmp_path, "placement.host_memory=64GiB", "compute.dtype=bfloat16"))
+    assert time.monotonic() - begun < 5
+    assert result.exit_code == 2
+    need, missing = re.search(r"needs ([\d.]+) GiB.*?([\d.]+) GiB too little", result.stderr, re.DOTALL).groups()  # type: ignore[union-attr]
+    assert float(need) == pytest.approx(6.738e9 * 14 / 2**30, rel=0.01)
+    assert float(missing) == pytest.approx(float(need) + 0.6 - 64, abs=0.2)
+
+
+def test_dry_run_prints_each_part(tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    write_rows(tmp_path / "chats.jsonl", chats(4))
+    lines = megatrain("train", *arguments(tmp_path, "--dry-run")).stdout.splitlines()
+    memory = next(line for line in lines if line.startswith("memory"))
+    disk = next(line for line in lines if line.startswith("disk"))
+    assert re.search(r"cpu all that is free · host \d+ MiB of [\d.]+ GiB free", memory)
+    assert re.search(r"each save \d+ MB, free [\d.,]+ [GM]B", disk)
+    assert shutil.disk_usage(tmp_path).free > 0

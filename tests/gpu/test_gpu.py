@@ -1,0 +1,118 @@
+"""What only a GPU can show: no synchronisation inside a step, the device kernel, compiled templates, pinned memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from _fixtures import tiny_config
+from _oracle import random_batches, relative
+
+from megatrain import AdamW, Model
+from megatrain.kernels import load
+
+pytestmark = pytest.mark.gpu
+
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "head_dim": 64}
+
+
+def model(device: str, **options: Any) -> Model:
+    options = {"compute_dtype": "bfloat16", "optimizer": AdamW(lr=1e-3), "compile": False} | options
+    return Model.from_config(tiny_config(**SIZES), seed=3, device=device, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"states_on_device": 1.0}, {"activations": "keep"}, {"compile": True}])
+def test_a_step_never_synchronises(gpu: str, options: dict[str, Any]) -> None:
+    steps = random_batches(320, steps=3, micros=2, tokens=64)
+    with model(gpu, **options) as trained:
+        trained.step(steps[0])
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for step in steps[1:]:
+                trained.step(step)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("norm", [3.0, float("inf")])
+def test_the_device_kernel_is_the_reference(gpu: str, split: bool, norm: float) -> None:
+    from megatrain.kernels.triton import TritonKernel
+
+    n = 100_003
+    generator = torch.Generator().manual_seed(0)
+    master = torch.randn(n, generator=generator)
+    moments = [torch.randn(n, generator=generator) * 0.01, torch.rand(n, generator=generator) * 0.01]
+    grad = torch.randn(n, generator=generator).to(torch.bfloat16 if split else torch.float32)
+    kernel = load("reference")
+    head, tail = master.clone(), None
+    if split:
+        head, tail = torch.empty(n, dtype=torch.bfloat16), torch.empty(n, dtype=torch.int16)
+        kernel.split(master, head, tail)
+    state = [head, tail, *moments]
+    on_gpu = [None if part is None else part.cuda() for part in state]
+    scalars = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "step": 7}
+    before = [None if part is None else part.clone() for part in state]
+    kernel.adamw(*state, grad, **scalars, grad_scale=0.25)
+    clip = torch.tensor([norm, 0.25], dtype=torch.float64, device="cuda")
+    TritonKernel().adamw(*on_gpu, grad.cuda(), **scalars, grad_scale=clip)
+    expected = state if norm == 3.0 else before
+    for mine, theirs in zip(on_gpu, expected, strict=True):
+        if mine is None:
+            continue
+        if norm != 3.0:
+            assert torch.equal(mine.cpu(), theirs)
+        elif theirs.is_floating_point():
+            assert relative(mine.cpu(), theirs) < 1e-7
+    if split and norm == 3.0:
+        joined = [torch.empty(n), torch.empty(n)]
+        kernel.join(on_gpu[0].cpu(), on_gpu[1].cpu(), joined[0])
+        kernel.join(head, tail, joined[1])
+        assert relative(*joined) < 1e-7
+
+
+def test_compiled_templates_equal_eager_ones(gpu: str) -> None:
+    (step,) = random_batches(320, steps=1, micros=2, tokens=64)
+    gradients = []
+    for compile in (False, True):
+        with model(gpu, compute_dtype="float32", compile=compile) as trained:
+            trained.step(step, keep_gradients=True)
+            gradients.append(trained.gradients())
+    for name, gradient in gradients[0].items():
+        assert relative(gradients[1][name], gradient) < 1e-5, name
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize("compile", [False, True])
+def test_placements_change_nothing(gpu: str, activations: str, compile: bool) -> None:
+    """BF16, several steps: kernels are the same whatever the placement; the update differs by FP32 rounding."""
+    steps = random_batches(320, steps=4, micros=2, tokens=64)
+    results = []
+    for placement in (
+        {},
+        {"weights_on_device": 1.0},
+        {"states_on_device": 0.5},
+        {"states_on_device": 1.0},
+        {"slots": 1},
+    ):
+        with model(gpu, activations=activations, compile=compile, **placement) as trained:
+            losses = [trained.step(step).loss for step in steps]
+            results.append((losses, trained.state_dict()))
+    for losses, masters in results[1:]:
+        assert losses == pytest.approx(results[0][0], rel=1e-3)
+        for name, master in masters.items():
+            assert relative(master, results[0][1][name]) < 1e-4, name
+
+
+def test_device_memory_budget_holds_on_the_device(gpu: str) -> None:
+    (step,) = random_batches(320, steps=1, tokens=64)
+    with model(gpu) as trained:
+        trained.step(step)
+        peak = trained.memory.device_peak
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    base = torch.cuda.memory_allocated()
+    with model(gpu, device_memory=peak) as trained:
+        trained.step(step)
+        assert torch.cuda.max_memory_allocated() - base <= peak * 1.02 + (4 << 20)
