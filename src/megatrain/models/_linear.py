@@ -17,12 +17,13 @@ _ROWS = 16384
 """Vocabulary rows whose gradient exists in the compute dtype before it is added to an FP32 sum."""
 
 
-class StreamedLinear(nn.Module):
+class StreamedLinear(nn.Linear):
     """``input [n, width] @ weight.T``; the weight's gradient goes to ``gradient`` when that is set."""
 
     def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight  # [vocab, width]
+        vocabulary, width = weight.shape
+        super().__init__(width, vocabulary, bias=False, device="meta")
+        self.weight = weight
         self.gradient: torch.Tensor | None = None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
