@@ -14,12 +14,14 @@ import logging
 from functools import cache
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from megatrain.kernels._adamw import AdamWSettings as AdamWSettings
+from megatrain.kernels._adamw import blocks_of as blocks_of
+from megatrain.kernels._adamw import can_take_back as can_take_back
+
 if TYPE_CHECKING:
     from typing import Unpack
 
     from torch import Tensor
-
-    from megatrain.kernels._adamw import AdamWSettings
 
 # Time of one AdamW pass, reference over native: 2 cores of an AVX-512 Xeon, 64 Mi parameters, split master.
 REFERENCE_SLOWDOWN = 8
@@ -121,13 +123,8 @@ class DeviceKernel(Protocol):
         exp_avg_sq: Tensor,
         grad: Tensor,
         *,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        step: int,
         grad_scale: Tensor,
+        **settings: Unpack[AdamWSettings],
     ) -> None:
         """As `Kernel.adamw`; ``grad_scale`` is FP64 ``[norm, factor]``, and a norm that is not finite updates
         nothing."""

@@ -96,10 +96,15 @@ def check_factor(factor: float) -> None:
         raise ValueError(f"factor must be in [0, 1], got {factor}")
 
 
+def blocks_of(length: int) -> int:
+    """Speculation blocks that ``length`` elements begin."""
+    return -(-length // SPECULATION_BLOCK)
+
+
 def check_waiting(waiting: Any, length: int) -> None:
     """TypeError or ValueError unless ``waiting`` has one byte a block."""
     dtype_name("waiting", waiting, "uint8")
-    blocks = -(-length // SPECULATION_BLOCK)
+    blocks = blocks_of(length)
     if tuple(waiting.shape) != (blocks,):
         raise ValueError(f"waiting must have {blocks} flags for {length} elements, got {tuple(waiting.shape)}")
 
