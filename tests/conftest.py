@@ -29,6 +29,23 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True)
+def _layers_are_not_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
+    """On CUDA layers are compiled by default; for tiny ones that takes longer than all else. See ``compiling``."""
+    if request.config.getoption("--device") != "cuda" or "compiling" in request.fixturenames:
+        yield
+        return
+    from torch._dynamo import config
+
+    with config.patch(disable=True):
+        yield
+
+
+@pytest.fixture
+def compiling() -> None:
+    """For tests in which torch.compile does compile."""
+
+
 @pytest.fixture
 def gpu(request: pytest.FixtureRequest) -> str:
     """``cuda``, for tests that only a GPU can run."""

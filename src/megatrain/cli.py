@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -179,19 +180,11 @@ def _reported() -> Iterator[_Report]:
     try:
         yield report
     except UserError as error:
-        if report.run and not report.run.metrics.exists():
-            report.run.abandon()
-        nothing = not (report.run and report.run.created)
         print(f"error: {error}", file=sys.stderr)
-        print(
-            "(exit 2, nothing was written)" if nothing else f"(exit 2, log: {report.run and report.run.log})",
-            file=sys.stderr,
-        )
+        print(f"(exit 2, {_left(report.run)})", file=sys.stderr)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
-        if report.run and not report.run.metrics.exists():
-            report.run.abandon()
-        print("interrupted; nothing of this moment was saved", file=sys.stderr)
+        print(f"interrupted (exit 130, {_left(report.run)})", file=sys.stderr)
         raise typer.Exit(130) from None
     except typer.Exit:
         raise
@@ -203,19 +196,23 @@ def _reported() -> Iterator[_Report]:
             report.run.close()
 
 
+def _left(run: RunFolder | None) -> str:
+    """What a run that ended early leaves; before its first step that is nothing."""
+    if run and run.created and run.metrics.exists():
+        return f"log: {run.log}, to go on: {_resume_command(run)}"
+    if run:
+        run.abandon()
+    return "nothing was written"
+
+
 def _print_failure(error: Exception, run: RunFolder | None) -> None:
     """An error that is not the user's: where it happened, where the log is, how to go on."""
-    where = str(error) if isinstance(error, LaneError) else f"{type(error).__name__}: {error}"
+    where = str(error) if isinstance(error, LaneError) else f"{type(error).__name__}: {error}\n  lane:  main, no unit"
     print(f"failed: {where}", file=sys.stderr)
-    if not isinstance(error, LaneError):
-        print("  lane:  main, no unit", file=sys.stderr)
     if run and run.created:
         logging.getLogger("megatrain").error("the run failed", exc_info=error)
         print(f"  log:   {run.log}\n  resume {_resume_command(run)}", file=sys.stderr)
     else:
-        logging.lastResort = None
-        import traceback
-
         traceback.print_exception(error, file=sys.stderr)
 
 

@@ -156,6 +156,12 @@ class PlacementConfig:
         size=True,
     )
     slots: int = option("Device buffers that layers stream through.", 2, ge=1)
+    weights: str | None = option(
+        "Weights that stay on the device instead of streaming, as `8GiB` or `30%` of them. Default: none.", None
+    )
+    states: str | None = option(
+        "Training state (weights, master, moments) that stays on the device, as `8GiB` or `30%`. Default: none.", None
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,12 +171,14 @@ class ComputeConfig:
     dtype: Literal["bfloat16", "float32"] | None = option(
         "Number format of forward and backward. Default: bfloat16 on a GPU, float32 on the CPU.", None
     )
-    activations: Literal["recompute", "keep"] = option(
-        "Recompute each layer in backward, or keep what it saved.", "recompute"
+    activations: str = option(
+        "`recompute` each layer in backward, `keep` what it saved, or keep a share of the layers, as `30%`.",
+        "recompute",
     )
     gradient_dtype: Literal["bfloat16", "float32"] | None = option(
         "Number format of gradients in host memory. Default: that of compute.dtype.", None
     )
+    compile: bool | None = option("Compile the layers with torch.compile. Default: on a GPU.", None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

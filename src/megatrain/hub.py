@@ -35,7 +35,7 @@ def find_model(name: str, revision: str | None, trust_remote_code: bool, progres
                 f"model.name_or_path: {name}: no such folder\n"
                 "  fix:   check the path; a hub name has the form owner/model"
             )
-        folder = _cached(name, revision) or _download(name, revision, trust_remote_code, progress)
+        folder = _cached(name, revision, trust_remote_code) or _download(name, revision, trust_remote_code, progress)
     check_code(folder, name, trust_remote_code)
     return folder
 
@@ -45,13 +45,17 @@ def _looks_local(name: str) -> bool:
     return name.startswith((".", "/", "~")) or path.exists() or (path.parent != Path() and path.parent.is_dir())
 
 
-def _cached(name: str, revision: str | None) -> Path | None:
+def _patterns(trust_remote_code: bool) -> dict[str, Any]:
+    return {"allow_patterns": [*_FILES, *(_CODE if trust_remote_code else [])], "ignore_patterns": _SKIPPED}
+
+
+def _cached(name: str, revision: str | None, trust_remote_code: bool) -> Path | None:
     """The cached copy of the revision, if every file that training needs is there. Opens no connection."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
+        folder = Path(snapshot_download(name, revision=revision, local_files_only=True, **_patterns(trust_remote_code)))
     except LocalEntryNotFoundError:
         return None
     complete = (folder / "config.json").is_file() and not missing_shards(folder) and any(folder.glob("*.safetensors"))
@@ -79,9 +83,8 @@ def _download(name: str, revision: str | None, trust_remote_code: bool, progress
             snapshot_download(
                 name,
                 revision=revision,
-                allow_patterns=[*_FILES, *(_CODE if trust_remote_code else [])],
-                ignore_patterns=_SKIPPED,
                 tqdm_class=_progress_class(progress),
+                **_patterns(trust_remote_code),
             )
         )
     except GatedRepoError:

@@ -96,9 +96,10 @@ def quiet_libraries() -> logging.handlers.MemoryHandler:
 
     logging.captureWarnings(True)
     disable_progress_bars()
-    transformers_logging.disable_default_handler()
     transformers_logging.disable_progress_bar()
-    transformers_logging.enable_propagation()
+    for library in ("transformers", "huggingface_hub"):  # each has a handler of its own that writes to the terminal
+        logging.getLogger(library).handlers.clear()
+        logging.getLogger(library).propagate = True
     early = logging.handlers.MemoryHandler(10_000, flushLevel=logging.CRITICAL + 1)
     root = logging.getLogger()
     root.setLevel(logging.INFO)

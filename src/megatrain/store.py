@@ -98,8 +98,21 @@ class Store:
         self._register = register
         self._slabs: dict[str, Slab] = {}
         self._home: dict[str, str] = {}
+        try:
+            self._allocate(layouts, compute_dtype, gradient_dtype, on_device or {})
+        except BaseException:
+            self.close()
+            raise
+
+    def _allocate(
+        self,
+        layouts: Mapping[str, Layout],
+        compute_dtype: torch.dtype,
+        gradient_dtype: torch.dtype,
+        on_device: Mapping[str, Take],
+    ) -> None:
         for unit, layout in layouts.items():
-            take = (on_device or {}).get(unit)
+            take = on_device.get(unit)
             if take is None:
                 arena = self.arena(Slab.nbytes(layout, compute_dtype, gradient_dtype), f"training state of {unit}")
                 take = arena.take

@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 from _runs import arguments, chats, make_model, megatrain, metrics, write_rows
 
+from megatrain import Model
+from megatrain.errors import UserError
+
 STEPS = 9  # three epochs of three steps
 SAME = ("loss", "lr", "grad_norm", "epoch", "target_tokens", "real_tokens", "padded_tokens")
 
@@ -101,3 +104,34 @@ def test_a_stopped_run_says_how_to_go_on(tmp_path: Path, number: signal.Signals)
     result = megatrain(*resume.removeprefix("resume  megatrain ").split(), f"train.max_steps={stopped + 2}")
     assert result.exit_code == 0, result.output
     assert [r["step"] for r in metrics(tmp_path / "run")] == list(range(1, stopped + 3))
+
+
+def test_an_interrupt_before_the_first_step_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    make_model(tmp_path / "model")
+    write_rows(tmp_path / "chats.jsonl", chats(4))
+    monkeypatch.setattr(Model, "_load", interrupted)
+    result = megatrain("train", *arguments(tmp_path))
+    assert result.exit_code == 130
+    assert result.stderr == "interrupted (exit 130, nothing was written)\n"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_in_the_middle_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise UserError("could not save: No space left on device; free space on that disk and save again")
+
+    make_model(tmp_path / "model")
+    write_rows(tmp_path / "chats.jsonl", chats(12))
+    monkeypatch.setattr(Model, "save_state", full)
+    result = megatrain("train", *arguments(tmp_path, "checkpoint.every=2"))
+    assert result.exit_code == 2
+    assert "No space left on device" in result.stderr
+    assert f"to go on: megatrain train {tmp_path}/run/resolved.yaml checkpoint.resume=auto" in result.stderr
+    monkeypatch.undo()
+    again = megatrain("train", f"{tmp_path}/run/resolved.yaml", "checkpoint.resume=auto")
+    assert again.exit_code == 0, again.output
+    assert "starting from the beginning" in again.stdout
+    assert [r["step"] for r in metrics(tmp_path / "run")] == [1, 2, 3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -23,11 +24,13 @@ def model(device: str, **options: Any) -> Model:
 
 
 @pytest.mark.parametrize("options", [{}, {"states_on_device": 1.0}, {"activations": "keep"}, {"compile": True}])
-def test_a_step_never_synchronises(gpu: str, options: dict[str, Any]) -> None:
+def test_a_step_never_synchronises(gpu: str, compiling: None, options: dict[str, Any]) -> None:
     steps = random_batches(320, steps=3, micros=2, tokens=64)
     with model(gpu, **options) as trained:
         trained.step(steps[0])
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the mode announces that it is a prototype
+            torch.cuda.set_sync_debug_mode("error")
         try:
             for step in steps[1:]:
                 trained.step(step)
@@ -72,7 +75,7 @@ def test_the_device_kernel_is_the_reference(gpu: str, split: bool, norm: float) 
         assert relative(*joined) < 1e-7
 
 
-def test_compiled_templates_equal_eager_ones(gpu: str) -> None:
+def test_compiled_templates_equal_eager_ones(gpu: str, compiling: None) -> None:
     (step,) = random_batches(320, steps=1, micros=2, tokens=64)
     gradients = []
     for compile in (False, True):
@@ -84,25 +87,23 @@ def test_compiled_templates_equal_eager_ones(gpu: str) -> None:
 
 
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
-@pytest.mark.parametrize("compile", [False, True])
-def test_placements_change_nothing(gpu: str, activations: str, compile: bool) -> None:
-    """BF16, several steps: kernels are the same whatever the placement; the update differs by FP32 rounding."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_placements_change_nothing(gpu: str, activations: str, dtype: str) -> None:
+    """FP32: to the rounding of sums that a GPU takes in any order, which Adam's first steps enlarge.
+
+    BF16: losses only, to its 8 bits, since Adam turns a rounding of a gradient near zero into a whole step.
+    """
     steps = random_batches(320, steps=4, micros=2, tokens=64)
     results = []
-    for placement in (
-        {},
-        {"weights_on_device": 1.0},
-        {"states_on_device": 0.5},
-        {"states_on_device": 1.0},
-        {"slots": 1},
-    ):
-        with model(gpu, activations=activations, compile=compile, **placement) as trained:
+    states: list[dict[str, Any]] = [{"states_on_device": share} for share in (0.5, 1.0)]
+    for placement in ({}, {"weights_on_device": 1.0}, *states, {"slots": 1}):
+        with model(gpu, activations=activations, compute_dtype=dtype, **placement) as trained:
             losses = [trained.step(step).loss for step in steps]
             results.append((losses, trained.state_dict()))
     for losses, masters in results[1:]:
-        assert losses == pytest.approx(results[0][0], rel=1e-3)
-        for name, master in masters.items():
-            assert relative(master, results[0][1][name]) < 1e-4, name
+        assert losses == pytest.approx(results[0][0], rel=1e-5 if dtype == "float32" else 4e-3)
+        for name, master in masters.items() if dtype == "float32" else ():
+            assert relative(master, results[0][1][name]) < 1e-3, name
 
 
 def test_device_memory_budget_holds_on_the_device(gpu: str) -> None:
@@ -111,8 +112,9 @@ def test_device_memory_budget_holds_on_the_device(gpu: str) -> None:
         trained.step(step)
         peak = trained.memory.device_peak
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
     base = torch.cuda.memory_allocated()
     with model(gpu, device_memory=peak) as trained:
         trained.step(step)
-        assert torch.cuda.max_memory_allocated() - base <= peak * 1.02 + (4 << 20)
+        torch.cuda.reset_peak_memory_stats()
+        trained.step(step)
+        assert torch.cuda.max_memory_allocated() - base <= peak + (1 << 20)

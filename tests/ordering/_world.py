@@ -39,7 +39,13 @@ def outcome(
 
     ``variance`` is what the second moments start from: where it is 0, speculation waits in the first steps.
     """
-    options = {"slots": 2, "compute_dtype": "float32", "kernel": "reference", "loss_chunk_tokens": 3} | options
+    options = {
+        "slots": 2,
+        "compute_dtype": "float32",
+        "kernel": "reference",
+        "loss_chunk_tokens": 3,
+        "compile": False,
+    } | options
     result = []
     with Model.from_config(
         config or small_config(), seed=1, device=device, max_grad_norm=0.5, optimizer=AdamW(lr=1e-2), **options

@@ -70,8 +70,6 @@ class Engine:
         self._tracker = WaitTracker()
         self._operations = Operations(device, store, templates, optimizer, kernel)
         self._allocate()
-        for unit in {unit.structure: unit for unit in self._units if unit.name in options.activations_kept}.values():
-            templates.check_keep(unit, options.compute_dtype)
         rings = self._builder.rings
         self._workspaces = Workspaces(
             device,
@@ -81,6 +79,8 @@ class Engine:
             ),
             gradient=lambda unit: self._lend(self._scratch(unit, differs=differs), unit),
         )
+        for unit in {unit.structure: unit for unit in self._units if unit.name in options.activations_kept}.values():
+            self.memory.check(self._workspaces.check_keep(unit), f"trying whether {unit.name} can be kept")
 
     def train(self, run: Run) -> Ticket:
         """Submit one training step; returns the ticket after which ``run.result`` holds its results."""
@@ -100,9 +100,24 @@ class Engine:
         kept = self._options.activations_kept if training else frozenset()
         modes = {unit.name in kept for unit in self._units}
         for shape in shapes:
-            for keep in modes:
-                if not self._workspaces.knows(shape, keep=keep):
-                    self._measure(shape, keep=keep)
+            self._measure_missing(shape, modes)
+        budget = self.memory.budget
+        peak, where = self._plan(shapes, kept, training=training)
+        if budget is not None and peak > budget:  # so far perhaps by what a larger shape needs
+            for shape in shapes:
+                self._measure_missing(shape, modes, exactly=True)
+            peak, where = self._plan(shapes, kept, training=training)
+            if peak > budget:
+                raise over_budget(peak, budget, where)
+        self.memory.peak = max(self.memory.peak, peak)
+
+    def _measure_missing(self, shape: Shape, modes: set[bool], *, exactly: bool = False) -> None:
+        for keep in modes:
+            if not self._workspaces.knows(shape, keep=keep, exactly=exactly):
+                self._measure(shape, keep=keep)
+
+    def _plan(self, shapes: Sequence[Shape], kept: frozenset[str], *, training: bool) -> tuple[int, str]:
+        """Peak device bytes of a program on measured shapes, and where it is reached."""
 
         def need(unit: str, micro: int) -> Need:
             return self._workspaces.need(shapes[micro], keep=unit in kept)
@@ -110,16 +125,12 @@ class Engine:
         builder = Builder(self._builder.units, self._options.slots, self._builder.policy)
         ops = builder.training_step(len(shapes)) if training else builder.scoring(len(shapes))
         structure = {unit.name: unit.structure for unit in self._units}
-        peak, where = planned_peak(
+        return planned_peak(
             ops,
             self.memory.fixed.total(),
             size=partial(_size, need, structure),
             workspace=partial(_workspace, need, structure),
         )
-        budget = self.memory.budget
-        if budget is not None and peak > budget:
-            raise over_budget(peak, budget, where)
-        self.memory.peak = max(self.memory.peak, peak)
 
     def count(self, run: Run) -> None:
         """The step's updates, applied or under way, count from now on, unless there was nothing to apply."""

@@ -171,31 +171,32 @@ class Templates:
                 output, _ = self._run(unit, weights, batch, source, context)
             graph = Graph(source, list(weights.values()), get_gradient_edge(output), _Saved({}, []))
             del output
-        graph.saved.slots = dict(slots)
-        inputs = ([] if graph.hidden is None else [graph.hidden]) + graph.parameters
-        grads = torch.autograd.grad(graph.output, inputs, upstream, allow_unused=True)
+        grads = _backward(graph, slots, upstream)
         downstream = None if graph.hidden is None else grads[0]
         _add(unit.layout, gradient, grads[-len(graph.parameters) :], first=first)
         return downstream
 
-    def check_keep(self, unit: Unit, dtype: torch.dtype) -> None:
+    def check_keep(
+        self, unit: Unit, weights: torch.Tensor, spare: torch.Tensor, embedding_weights: torch.Tensor
+    ) -> None:
         """Raise `UserError` unless a layer's graph can outlive its slot.
 
         A custom autograd function may hold its weights by itself, where no hook sees them; its backward would then
-        read whatever the slot holds. Tried on random weights: forward, ruin the slot, backward from another.
+        read whatever the slot holds. Tried on random weights: forward, ruin the slot, backward from another. The
+        three flat buffers are overwritten: two of the unit's weights, one of the embedding's.
         """
-        flat = torch.randn(unit.layout.numel, device=self._device).mul_(0.02).to(dtype)
         ids = torch.arange(8, device=self._device)[None] % self.decoder.config.get_text_config().vocab_size
         batch = Batch(ids, None, ids[0], ids[0])
         embedding = self.decoder.units[0]
-        some = torch.randn(embedding.layout.numel, device=self._device).to(dtype)
-        hidden, context, _ = self.forward(embedding, {EMBEDDING: some}, batch, None, None, None, keep=False)
-        del some
-        first, other = flat.clone(), torch.zeros_like(flat)
-        graph = self.forward(unit, {unit.name: first}, batch, hidden, context, 0, keep=True)[2]
-        first.fill_(float("nan"))
-        below = self.backward(unit, {unit.name: flat}, batch, hidden, context, graph, hidden, other, 0, first=True)
-        if not all(bool(part.isfinite().all()) for part in (other, below) if part is not None):
+        embedding_weights.normal_()
+        hidden, context, _ = self.forward(
+            embedding, {embedding.name: embedding_weights}, batch, None, None, None, keep=False
+        )
+        spare.copy_(weights.normal_(std=0.02))
+        graph = self.forward(unit, {unit.name: weights}, batch, hidden, context, 0, keep=True)[2]
+        assert graph is not None
+        weights.fill_(float("nan"))
+        if not all(bool(g.isfinite().all()) for g in _backward(graph, {unit.name: spare}, hidden) if g is not None):
             raise UserError(
                 f"compute.activations: keep: the backward of {unit.name} ({self.decoder.config.model_type}) reads its"
                 " weights behind autograd's back, so its activations cannot be kept while weights stream; use recompute"
@@ -275,6 +276,13 @@ class Templates:
         if grad:
             return {name: view.detach().requires_grad_() for name, view in weights.items()}
         return weights
+
+
+def _backward(graph: Graph, slots: Slots, upstream: torch.Tensor) -> Sequence[torch.Tensor | None]:
+    """Gradients of the input, where it has one, and of every parameter, read from the slots of now."""
+    graph.saved.slots = dict(slots)
+    inputs = ([] if graph.hidden is None else [graph.hidden]) + graph.parameters
+    return torch.autograd.grad(graph.output, inputs, upstream, allow_unused=True)
 
 
 def _add(layout: Layout, flat: torch.Tensor, grads: Sequence[torch.Tensor | None], *, first: bool) -> None:

@@ -66,12 +66,16 @@ class Workspaces:
         self._weights, self._gradient = weights, gradient
         self._known: dict[tuple[Shape, bool], Need] = {}
 
-    def knows(self, shape: Shape, *, keep: bool) -> bool:
-        """Whether `need` answers without measuring."""
+    def knows(self, shape: Shape, *, keep: bool, exactly: bool = False) -> bool:
+        """Whether `need` answers without measuring; ``exactly``: with this shape's need, not a larger one's."""
+        if exactly:
+            return (shape, keep) in self._known
         return any(known == keep and other.covers(shape) for other, known in self._known)
 
     def need(self, shape: Shape, *, keep: bool) -> Need:
         """Need of the smallest measured shape that covers this one."""
+        if (shape, keep) in self._known:
+            return self._known[shape, keep]
         covering = [k for k in self._known if k[1] == keep and k[0].covers(shape)]
         return self._known[min(covering, key=lambda k: k[0].rows * k[0].tokens)]
 
@@ -84,6 +88,18 @@ class Workspaces:
 
         self._visit(shape, need, note, keep=keep, once=True)
         self._known[shape, keep] = need
+
+    def check_keep(self, unit: Unit) -> int:
+        """Run `Templates.check_keep` inside the engine's own buffers; returns the bytes it took beyond them."""
+        numel, weights = unit.layout.numel, self._weights(unit.name)
+        spare = self._gradient(unit.name).view(weights.dtype)[:numel]  # FP32: never smaller than the weights
+        embedding = self._templates.decoder.units[0].name
+        lent = (weights, spare, self._weights(embedding))
+        try:
+            return self._device.workspace(lambda: self._templates.check_keep(unit, *lent))
+        finally:
+            for buffer in lent:
+                buffer.zero_()
 
     def seconds(self, shape: Shape, *, keep: bool) -> dict[tuple[str, int], float]:
         """Time of each kind of operation on each kind of unit, weights resident and nothing else going on."""

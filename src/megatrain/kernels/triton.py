@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 import triton
@@ -14,24 +14,24 @@ _BLOCK = 2048
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _adamw(
-    head: Any,
-    tail: Any,
-    exp_avg: Any,
-    exp_avg_sq: Any,
-    grad: Any,
-    clip: Any,
-    n: Any,
-    decay: Any,
-    lerp_weight: Any,
-    beta2: Any,
-    square_weight: Any,
-    root_correction: Any,
-    eps: Any,
-    step_size: Any,
+def _adamw(  # type: ignore[no-untyped-def]  # annotations of a kernel must be Triton's own
+    head,
+    tail,
+    exp_avg,
+    exp_avg_sq,
+    grad,
+    clip,
+    n,
+    decay,
+    lerp_weight,
+    beta2,
+    square_weight,
+    root_correction,
+    eps,
+    step_size,
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     norm = tl.load(clip)
     if norm - norm == 0:  # finite
         factor = tl.load(clip + 1).to(tl.float32)

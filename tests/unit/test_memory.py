@@ -1,0 +1,224 @@
+"""Device memory is a contract: the reported peak is enough, less is refused before anything has changed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from _fixtures import tiny_config
+
+from megatrain import AdamW, Model, UserError
+from megatrain.devices import _measure
+from megatrain.engine.operations import Operations
+from megatrain.engine.program import Op
+from megatrain.engine.workspace import Workspaces
+from megatrain.model import parse_bytes
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(120)]
+
+ALL = 6  # slots: four layers, embedding and head
+TOKENS = 40
+
+
+def batches(micros: int, tokens: int = TOKENS) -> list[dict[str, torch.Tensor]]:
+    ids = torch.randint(3, 320, (micros, 2, tokens), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": row, "labels": row.clone()} for row in ids]
+
+
+def model_of(device: str, tied: bool = False, **options: Any) -> Model:
+    options = {"compute_dtype": "float32", "kernel": "reference", "compile": False, "loss_chunk_tokens": 32} | options
+    config = options.pop("config", None) or tiny_config("tiny-tied" if tied else "tiny")
+    return Model.from_config(config, seed=1, device=device, optimizer=AdamW(lr=1e-2), **options)
+
+
+def matrix() -> Iterator[Any]:
+    """Every combination; a third of them, in which every pair of values occurs, is fast."""
+    choices = ((1, 2, ALL), (1, 2), (False, True), ("float32", "bfloat16"), ("recompute", "keep"))
+    for places in itertools.product(*(range(len(values)) for values in choices)):
+        chosen = [values[place] for values, place in zip(choices, places, strict=True)]
+        yield pytest.param(*chosen, marks=() if sum(places) % 3 == 0 else pytest.mark.slow)
+
+
+MATRIX = list(matrix())
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> _measure._LiveBytes:
+    """Counts the storages that operations of the compute lane really make and keep."""
+    counter = _measure._LiveBytes()
+    perform = Operations.perform
+
+    def counting(self: Operations, op: Op, handles: Any, run: Any) -> None:
+        if op.lane != "compute":
+            perform(self, op, handles, run)
+            return
+        with counter:
+            perform(self, op, handles, run)
+
+    monkeypatch.setattr(Operations, "perform", counting)
+    return counter
+
+
+@pytest.mark.parametrize(("slots", "micros", "tied", "dtype", "activations"), MATRIX)
+def test_planned_peak_is_the_real_one(
+    slots: int, micros: int, tied: bool, dtype: str, activations: str, counted: _measure._LiveBytes
+) -> None:
+    """Never below what a step really holds at once, and little above it."""
+    with model_of("sim", tied, slots=slots, compute_dtype=dtype, activations=activations) as model:
+        fixed = sum(model.memory.by_label.values())
+        for _ in range(2):
+            model.step(batches(micros))
+        model.state_dict()
+        real, planned = fixed + counted.peak, model.memory.device_peak
+    assert counted.peak > 0
+    assert real <= planned <= 1.15 * real
+
+
+@pytest.mark.parametrize(("slots", "micros", "tied", "dtype", "activations"), MATRIX)
+def test_reported_peak_is_enough_and_less_is_refused(
+    slots: int, micros: int, tied: bool, dtype: str, activations: str, device: str
+) -> None:
+    options: dict[str, Any] = {"slots": slots, "compute_dtype": dtype, "activations": activations}
+    step = batches(micros)
+    for _ in range(2 if device == "cuda" else 1):  # libraries take their own memory at first use
+        with model_of(device, tied, **options) as model:
+            model.step(step)
+            peak = model.memory.device_peak
+    with model_of(device, tied, device_memory=peak, **options) as model:
+        for _ in range(2):
+            model.step(step)
+        assert model.memory.device_peak <= model.memory.device_budget == peak
+    refused_unchanged(device, tied, step, device_memory=peak * 95 // 100, **options)
+
+
+def refused_unchanged(device: str, tied: bool, step: list[dict[str, torch.Tensor]], **options: Any) -> None:
+    try:
+        model = model_of(device, tied, **options)
+    except UserError as error:
+        assert "placement.device_memory" in str(error)  # noqa: PT017 - or it is refused below
+        return
+    with model:
+        before = model.state_dict()
+        with pytest.raises(UserError, match=r"placement\.device_memory: .* is too small: .*\(\d+ bytes\)"):
+            model.step(step)
+        assert (model._step, model._skipped_in_a_row) == (0, 0)
+        assert all(model._store.step_count(unit) == 0 for unit in model._store.units)
+        assert all(torch.equal(master, before[name]) for name, master in model.state_dict().items())
+        assert not any(model._store.moment(name, "exp_avg").any() for name in before)
+        with pytest.raises(UserError, match=r"placement\.device_memory"):
+            model.reserve(2, step[0]["input_ids"].shape[1], len(step))
+        model.step(batches(1, tokens=2))  # what fits still runs
+
+
+@pytest.mark.gpu
+def test_reported_peak_covers_the_allocator(device: str) -> None:
+    if device != "cuda":
+        pytest.skip("needs --device cuda")
+    config = tiny_config(hidden_size=512, intermediate_size=1024, vocab_size=4096)
+    options: dict[str, Any] = {"config": config, "compute_dtype": "bfloat16", "loss_chunk_tokens": 256}
+    with model_of(device, **options) as model:
+        model.step(batches(2, tokens=512))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    with model_of(device, **options) as model:
+        model.reserve(2, 512, 2)
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(2):
+            model.step(batches(2, tokens=512))
+        model.state_dict()
+        real, planned = torch.cuda.max_memory_allocated() - before, model.memory.device_peak
+    assert real <= planned + (1 << 16)  # the allocator's blocks: 512 bytes each
+    assert planned <= 1.2 * real
+
+
+def test_the_default_chunk_of_the_loss_fits_too(device: str) -> None:
+    with model_of(device, loss_chunk_tokens=None) as model:
+        model.step(batches(1))
+        peak = model.memory.device_peak
+    with model_of(device, loss_chunk_tokens=None, device_memory=peak) as model:
+        model.step(batches(1))
+
+
+def test_scoring_stays_within_the_budget(device: str) -> None:
+    (batch,) = batches(1, tokens=120)
+    for _ in range(2 if device == "cuda" else 1):
+        with model_of(device, slots=1) as model:
+            expected = model.logprobs(batch)
+            peak = model.memory.device_peak
+            model.reserve(2, 120, 1)
+            assert model.memory.device_peak > peak, "scoring needs less than training"
+    with model_of(device, slots=1, device_memory=peak) as model:
+        assert torch.equal(model.logprobs(batch), expected)
+        assert model.evaluate([batch, batch]).tokens == 2 * 2 * 119
+        with pytest.raises(UserError, match=r"placement\.device_memory"):
+            model.step([batch])
+    with model_of(device, slots=1, device_memory=peak * 95 // 100) as model:
+        for score in (lambda: model.logprobs(batch), lambda: model.evaluate([batch])):
+            with pytest.raises(UserError, match=r"placement\.device_memory"):
+                score()
+        model.logprobs(batches(1, tokens=4)[0])
+
+
+def test_units_beyond_the_budget_are_refused_at_construction(device: str) -> None:
+    with pytest.raises(UserError, match=r"placement\.device_memory: 0\.3 MiB is too small: slots buffers"):
+        model_of(device, device_memory=300_000)
+
+
+@pytest.mark.parametrize("gradient_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_trying_whether_activations_can_be_kept_takes_no_buffers_of_its_own(
+    dtype: str, gradient_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    check = Workspaces.check_keep
+
+    def recorded(self: Workspaces, unit: Any) -> int:
+        taken.append(check(self, unit))
+        return taken[-1]
+
+    monkeypatch.setattr(Workspaces, "check_keep", recorded)
+    with model_of("sim", slots=1, activations="keep", compute_dtype=dtype, gradient_dtype=gradient_dtype) as model:
+        layer = model._store.layout("layers.0").num_parameters * (4 if dtype == "float32" else 2)
+        assert model.memory.device_peak == sum(model.memory.by_label.values()) + taken[0]
+        assert not model._engine._workspaces._weights("layers.0").any()
+    assert len(taken) == 1
+    assert layer <= taken[0] < 2 * layer, "the gradients that autograd returns, and activations of eight tokens"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_host_memory(device: str, dtype: str) -> None:
+    with model_of(device, compute_dtype=dtype) as model:
+        needed = model.memory.host_bytes
+    with model_of(device, compute_dtype=dtype, host_memory=needed) as model:
+        model.step(batches(1))
+        assert model.memory.host_bytes <= needed
+    with pytest.raises(UserError, match=rf"placement\.host_memory: .* is too small: .*\({needed} bytes\)"):
+        model_of(device, compute_dtype=dtype, host_memory=needed - 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("400MiB", 400 * 2**20),
+        ("24GiB", 24 * 2**30),
+        ("24GB", 24 * 10**9),
+        (" 1.5 gib ", 3 * 2**29),
+        (".5TiB", 2**39),
+        ("4096", 4096),
+        ("10KB", 10_000),
+        (12345, 12345),
+        (None, None),
+    ],
+)
+def test_sizes(text: str | int | None, nbytes: int | None) -> None:
+    assert parse_bytes("field", text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "4 apples", "4MiBs", "-4MiB", "1e3", "0", 0, -1, "0GiB", 4.5, [1]])
+@pytest.mark.parametrize("field", ["device_memory", "host_memory"])
+def test_sizes_that_are_none(field: str, text: Any) -> None:
+    with pytest.raises(UserError, match=rf"placement\.{field}: .*{text!r}|placement\.{field}: "):
+        model_of("sim", **{field: text})
