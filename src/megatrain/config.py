@@ -126,6 +126,11 @@ class OptimConfig:
     eps: float = option("Added to the square root of the second moment.", 1e-8, gt=0, le=1)
     weight_decay: float = option("Decoupled weight decay.", 0.01, ge=0, le=1)
     max_grad_norm: float | None = option("Clip the gradient's global norm to this; null: no clipping.", 1.0, gt=0)
+    clipping: Literal["auto", "deferred", "speculative"] = option(
+        "Update when the norm is known, or as gradients arrive with a correction (to rounding) of clipped steps; "
+        "`auto` does the latter while steps are rarely clipped.",
+        "auto",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from megatrain.config import parse_bytes
 from megatrain.devices import Device, Ticket, open_device
 from megatrain.engine.batches import HostBatch, check_batch, check_batches
 from megatrain.engine.buffers import DeviceMemory
+from megatrain.engine.clipping import Clipping
 from megatrain.engine.executor import Engine, EngineOptions
 from megatrain.engine.operations import Run
 from megatrain.engine.placement import Placement, resident_units
@@ -59,6 +60,9 @@ class StepResult:
     """Target tokens of the step."""
     skipped: bool
     """The gradient was not finite, so nothing was updated."""
+    corrected: bool
+    """Units were updated before the norm was known, and that was corrected: bitwise results may differ from the same
+    step with ``clipping="deferred"``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +94,7 @@ class Model:
         device: str | Device = "auto",
         compute_dtype: str | None = None,
         max_grad_norm: float | None = 1.0,
+        clipping: str = "auto",
         slots: int = 2,
         device_memory: str | int | None = None,
         host_memory: str | int | None = None,
@@ -107,7 +112,10 @@ class Model:
         """Allocate a model whose weights are not set yet; use a classmethod instead.
 
         ``compute_dtype`` is the dtype of weights on the device and of activations, ``"float32"`` or ``"bfloat16"``
-        (default: bfloat16 on CUDA, float32 elsewhere); masters and moments are FP32 always. ``slots`` is the number of
+        (default: bfloat16 on CUDA, float32 elsewhere); masters and moments are FP32 always. ``clipping`` is
+        ``"deferred"`` (updates wait for the gradient norm), ``"speculative"`` (they do not, and are corrected where the
+        norm exceeds ``max_grad_norm``; see `Kernel.adamw_resolve` for how closely) or ``"auto"``: speculative while at
+        most 2 of the last 16 steps were clipped, or without a limit. ``slots`` is the number of
         layers that the device holds at a time. ``device_memory`` and ``host_memory`` are limits such as ``"400MiB"``;
         what does not fit raises `UserError` before anything runs. ``activations`` is ``"recompute"``, ``"keep"``,
         a share of the layers to keep (``"30%"``, the last ones), or their names.
@@ -119,13 +127,9 @@ class Model:
         """
         if slots < 1:
             raise UserError(f"placement.slots: {slots} is out of range; it must be at least 1")
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise UserError(
-                f"optim.max_grad_norm: {max_grad_norm} is out of range; it must be > 0, or null for no clipping"
-            )
         self.config, self._seed = config, seed
         self._optimizer = optimizer or AdamW()
-        self._max_grad_norm = max_grad_norm
+        self._clipping = Clipping(clipping, max_grad_norm, self._optimizer)
         self._source: ModelFiles | None = None
         self._broken: str | None = None
         self._closed = False
@@ -249,7 +253,8 @@ class Model:
             step=self._step,
             seed=self._seed,
             lr=rate,
-            max_grad_norm=self._max_grad_norm,
+            max_grad_norm=self._clipping.max_norm,
+            speculative=self._clipping.speculates(rate),
         )
         if run.tokens == 0:
             raise UserError("micro_batches: no label is a target (all are -100), so there is nothing to train on")
@@ -260,8 +265,12 @@ class Model:
             self._step += 1  # whatever happens now, the step is completed or the model is broken
             return ticket
 
-        self._complete(submit, finish=lambda: self._engine.count(run))
-        *losses, norm, _ = run.result.tolist()
+        def finish() -> None:
+            self._engine.count(run)
+            self._clipping.note(run.result[-2].item())
+
+        self._complete(submit, finish)
+        *losses, norm, factor = run.result.tolist()
         self._gradients_kept = keep_gradients
         skipped = not isfinite(norm)
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
@@ -271,7 +280,13 @@ class Model:
                 " nothing was updated in them. Lower optim.lr, look at the data of these steps, or load an earlier"
                 " checkpoint"
             )
-        return StepResult(loss=sum(losses) / run.tokens, grad_norm=norm, tokens=run.tokens, skipped=skipped)
+        return StepResult(
+            loss=sum(losses) / run.tokens,
+            grad_norm=norm,
+            tokens=run.tokens,
+            skipped=skipped,
+            corrected=run.speculative and factor != 1,
+        )
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Gradients of the last step (which had ``keep_gradients=True``) by Hugging Face name.
@@ -365,13 +380,15 @@ class Model:
     ) -> None:
         """Write everything that training needs to go on bitwise: masters, moments, counters and ``extra`` (JSON)."""
         self._settle()
-        save_state(path, self._store, {"step": self._step, "seed": self._seed, "extra": extra or {}}, progress)
+        meta = {"step": self._step, "seed": self._seed, "norms": self._clipping.history, "extra": extra or {}}
+        save_state(path, self._store, meta, progress)
 
     def load_state(self, path: str | Path, progress: Progress | None = None) -> dict[str, Any]:
         """Restore what `save_state` wrote, in place; returns its ``extra``."""
         self._settle()
         meta = load_state(path, self._store, progress)
         self._step, self._seed = int(meta["step"]), int(meta["seed"])
+        self._clipping.history = meta["norms"]
         self._skipped_in_a_row, self._gradients_kept = 0, False
         self._engine.forget_weights()
         extra: dict[str, Any] = meta["extra"]

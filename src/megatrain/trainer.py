@@ -114,6 +114,7 @@ def open_model(config: RunConfig, folder: Path, dtype: str | None, progress: Pro
         device=p.device,
         compute_dtype=dtype,
         max_grad_norm=o.max_grad_norm,
+        clipping=o.clipping,
         slots=p.slots,
         weights_on_device=p.weights,
         states_on_device=p.states,

@@ -32,8 +32,13 @@ def batches(steps: int = STEPS, micros: int = 2) -> list[list[dict[str, torch.Te
     return [[{"input_ids": ids, "labels": ids.clone()} for ids in step] for step in steps_ids]
 
 
-def outcome(device: Device | str, *, config: Any = None, steps: int = STEPS, **options: Any) -> list[torch.Tensor]:
-    """Losses, norms, gradients and masters of a few steps with active clipping, and a score between them."""
+def outcome(
+    device: Device | str, *, config: Any = None, steps: int = STEPS, variance: float = 0.0, **options: Any
+) -> list[torch.Tensor]:
+    """Losses, norms, gradients and masters of a few steps with active clipping, and a score between them.
+
+    ``variance`` is what the second moments start from: where it is 0, speculation waits in the first steps.
+    """
     options = {
         "slots": 2,
         "compute_dtype": "float32",
@@ -45,6 +50,8 @@ def outcome(device: Device | str, *, config: Any = None, steps: int = STEPS, **o
     with Model.from_config(
         config or small_config(), seed=1, device=device, max_grad_norm=0.5, optimizer=AdamW(lr=1e-2), **options
     ) as model:
+        for name in model.store.parameter_names:
+            model.store.moment(name, "exp_avg_sq").fill_(variance)
         for index, step in enumerate(batches(steps)):
             done = model.step(step, keep_gradients=True)
             result.append(torch.tensor([done.loss, done.grad_norm], dtype=torch.float64))

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import pytest
 from _world import outcome, same, small_config
 
+from megatrain import AdamW
 from megatrain.devices.sim import SimDevice
 from megatrain.engine import executor
 from megatrain.engine.program import Op
@@ -20,6 +21,14 @@ CASES: dict[str, dict[str, Any]] = {
         "weights_on_device": ["layers.1"],
         "states_on_device": ["embedding", "layers.0"],
     },
+    "speculative": {"clipping": "speculative", "variance": 1.0},
+    "speculative, tied, resident, bf16": {
+        "clipping": "speculative",
+        "variance": 1.0,
+        "compute_dtype": "bfloat16",
+        "config": {"tie_word_embeddings": True},
+        "states_on_device": ["layers.0"],
+    },
     "kept, bf16": {"slots": 2, "activations": "keep", "compute_dtype": "bfloat16"},
 }
 
@@ -27,6 +36,28 @@ CASES: dict[str, dict[str, Any]] = {
 def options_of(case: str) -> dict[str, Any]:
     options = dict(CASES[case])
     return options | {"config": small_config(**options.get("config", {}))}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "speculative" in case])
+def test_the_speculative_cases_update_before_the_norm_is_known(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or their waits would be needed by nothing."""
+    waiting = []
+    speculate = AdamW.speculate
+
+    def noting(self: AdamW, *args: Any, **options: Any) -> None:
+        speculate(self, *args, **options)
+        waiting.append(args[3].sum().item())
+
+    monkeypatch.setattr(AdamW, "speculate", noting)
+    outcome(SimDevice(), **options_of(case))
+    assert len(waiting) >= 2 * 4
+    assert not any(waiting)
+
+
+@pytest.mark.parametrize("seed", range(1, 31))
+def test_speculative_seeds_are_bitwise_equal(seed: int) -> None:
+    options = options_of("speculative, tied, resident, bf16")
+    assert same(outcome(SimDevice(seed=seed), **options), outcome(SimDevice(seed=0), **options))
 
 
 @pytest.mark.parametrize("block", range(4))

@@ -88,7 +88,8 @@ class Engine:
         run.result = self._store.results(len(run.batches) + 2)
         run.counts = {unit: self._store.step_count(unit) + 1 for unit in self._store.units}
         self._admit(run.batches, training=True)
-        return self._submit(self._builder.training_step(len(run.batches)), run, until="PUBLISH")
+        ops = self._builder.training_step(len(run.batches), speculative=run.speculative)
+        return self._submit(ops, run, until="PUBLISH")
 
     def score(self, run: Run) -> Ticket:
         """Submit a forward pass; returns the ticket after which ``run.scores`` is complete."""

@@ -1,7 +1,8 @@
 """What each kind of operation does, once its waits are met.
 
 Every method takes the operation, handles on its declared buffers and what is common to the step. All run inside a
-lane: nothing here reads a device value on the host, except `update` and `report`, whose lanes are the host's.
+lane: nothing here reads a device value on the host, except `update`, `resolve` and `report`, whose lanes are the
+host's.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megatrain.engine.buffers import Handles
 from megatrain.engine.program import Buffer, Op
 from megatrain.engine.template import Batch, Templates, norm_squared, unit_seed
 from megatrain.kernels import Kernel
-from megatrain.optimizers import Optimizer
+from megatrain.optimizers import Optimizer, SpeculativeOptimizer
 from megatrain.store import Store
 
 
@@ -32,6 +33,8 @@ class Run:
     seed: int = 0
     lr: float = 0.0
     max_grad_norm: float | None = None
+    speculative: bool = False
+    """Units on the host are updated before the clip factor is known."""
     counts: dict[str, int] = field(default_factory=dict)
     """Which update of each unit this step's is, from 1."""
     result: torch.Tensor = field(default_factory=lambda: torch.empty(0))
@@ -172,6 +175,25 @@ class Operations:
         if isfinite(norm):
             self._optimizer.update(self._kernel, slab, gradient, lr=run.lr, step=step, scale=factor)
 
+    def speculate(self, op: Op, handles: Handles, run: Run) -> None:
+        """Update those blocks of a unit whose update can be corrected, as if nothing were clipped."""
+        slab, gradient = self._store.slab(op.unit), handles.read(("hostgrad", op.unit))
+        optimizer, step = self._speculative_optimizer(), run.counts[op.unit]
+        waiting = torch.empty(optimizer.blocks(slab.layout), dtype=torch.uint8)
+        optimizer.speculate(self._kernel, slab, gradient, waiting, lr=run.lr, step=step)
+        handles.put(("waiting", op.unit), waiting)
+
+    def resolve(self, op: Op, handles: Handles, run: Run) -> None:
+        """Complete or correct what `speculate` did; a step with a non-finite gradient is taken back."""
+        slab, gradient = self._store.slab(op.unit), handles.read(("hostgrad", op.unit))
+        waiting, step = handles.read(("waiting", op.unit)), run.counts[op.unit]
+        norm, factor = handles.read(("result",))[-2:].tolist()
+        if not isfinite(norm):
+            factor = 0.0
+        self._speculative_optimizer().resolve(
+            self._kernel, slab, gradient, waiting, lr=run.lr, step=step, factor=factor
+        )
+
     def score(self, op: Op, handles: Handles, run: Run) -> None:
         """Log-probabilities of one micro-batch's targets."""
         unit, m = self._units[op.unit], op.micro
@@ -184,6 +206,11 @@ class Operations:
         """Copy log-probabilities to the host."""
         run.scores[op.micro] = handles.read(("loss", op.micro)).cpu()
         handles.put(("scores", op.micro), run.scores[op.micro])
+
+    def _speculative_optimizer(self) -> SpeculativeOptimizer:
+        if not isinstance(self._optimizer, SpeculativeOptimizer):
+            raise TypeError(f"{type(self._optimizer).__name__} cannot correct an update")
+        return self._optimizer
 
     def _slots(self, names: dict[str, Buffer], handles: Handles) -> dict[str, torch.Tensor]:
         layouts = {unit: self._units[unit].layout.numel for unit in names}

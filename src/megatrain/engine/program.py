@@ -11,6 +11,7 @@ Buffers are named by tuples:
 ``("sum", ring)``           device FP32 sum of gradients, where they leave in another dtype
 ``("grad", ring, i)``       device buffer with one unit's finished gradient, ready to leave
 ``("hostgrad", unit)``      the gradient where the update finds it: on the host, or on the device beside the state
+``("waiting", unit)``       on the host, which blocks of the unit a speculative step has left for its end
 ``("batch", m)``            token ids, targets and positions of micro-batch m on the device
 ``("context", m)``          what the model's prologue hands to every layer: positions, rotary pairs, masks
 ``("act", unit, m)``        the unit's input (boundary activation)
@@ -172,9 +173,13 @@ class Builder:
         self.policy = policy
         self._ops: list[Op] = []
 
-    def training_step(self, micros: int) -> list[Op]:
-        """Forward, loss and backward through all units, layer-major, then norm, and updates in forward order."""
+    def training_step(self, micros: int, *, speculative: bool = False) -> list[Op]:
+        """Forward, loss and backward through all units, layer-major, then norm, and updates in forward order.
+
+        A ``speculative`` one updates each unit on the host as its gradient lands, and corrects that at the end.
+        """
         self._ops = []
+        self._speculative = speculative
         self._forward(micros, training=True)
         self._loss(micros)
         for unit in reversed(self.units[:-1]):
@@ -185,16 +190,7 @@ class Builder:
         self._add(Op(kind="NORM", lane="compute", reads=norms, writes=(("clip",),)))
         self._add(Op(kind="PUBLISH", lane="d2h", reads=(("clip",), *losses), writes=(("result",),)))
         for unit in self.units:
-            resident = unit.state_resident
-            self._add(
-                Op(
-                    kind="UPDATE",
-                    lane="compute" if resident else "optimizer",
-                    unit=unit.name,
-                    reads=(("hostgrad", unit.name), ("clip",) if resident else ("result",)),
-                    writes=(("weights", unit.name), ("state", unit.name)),
-                )
-            )
+            self._update(unit)
         self._release_stale(self.rings.forget(names))
         return self._ops
 
@@ -354,6 +350,30 @@ class Builder:
                 reads=(finished,),
                 writes=(("hostgrad", unit),),
                 releases=(finished,),
+            )
+        )
+        if self._speculative:
+            self._add(
+                Op(
+                    kind="SPECULATE",
+                    lane="optimizer",
+                    unit=unit,
+                    reads=(("hostgrad", unit),),
+                    writes=(("weights", unit), ("state", unit), ("waiting", unit)),
+                )
+            )
+
+    def _update(self, unit: UnitSpec) -> None:
+        resident = unit.state_resident
+        waiting: tuple[Buffer, ...] = (("waiting", unit.name),) if self._speculative and not resident else ()
+        self._add(
+            Op(
+                kind="RESOLVE" if waiting else "UPDATE",
+                lane="compute" if resident else "optimizer",
+                unit=unit.name,
+                reads=(("hostgrad", unit.name), ("clip",) if resident else ("result",), *waiting),
+                writes=(("weights", unit.name), ("state", unit.name)),
+                releases=waiting,
             )
         )
 

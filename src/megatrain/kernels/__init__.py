@@ -14,7 +14,13 @@ import logging
 from functools import cache
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from megatrain.kernels._adamw import AdamWSettings as AdamWSettings
+from megatrain.kernels._adamw import blocks_of as blocks_of
+from megatrain.kernels._adamw import can_take_back as can_take_back
+
 if TYPE_CHECKING:
+    from typing import Unpack
+
     from torch import Tensor
 
 # Time of one AdamW pass, reference over native: 2 cores of an AVX-512 Xeon, 64 Mi parameters, split master.
@@ -49,19 +55,54 @@ class Kernel(Protocol):
         exp_avg_sq: Tensor,
         grad: Tensor,
         *,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        step: int,
         grad_scale: float = 1.0,
+        **settings: Unpack[AdamWSettings],
     ) -> None:
         """Update master and moments in place by one step of AdamW (Loshchilov and Hutter, arXiv 1711.05101).
 
-        ``head`` [n] is bfloat16 with ``tail`` [n] int16, or float32 with ``tail`` None; the moments [n] are
-        float32; ``grad`` [n] is bfloat16 or float32 and is multiplied by ``grad_scale``. ``step`` counts from
-        1: it belongs to the caller, so that every unit of a step gets the same bias correction.
+        ``head`` [n] is bfloat16 with ``tail`` [n] int16, or float32 with ``tail`` None; the moments [n] are float32;
+        ``grad`` [n] is bfloat16 or float32 and is multiplied by ``grad_scale``.
+        """
+
+    def adamw_speculate(
+        self,
+        head: Tensor,
+        tail: Tensor | None,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        grad: Tensor,
+        waiting: Tensor,
+        **settings: Unpack[AdamWSettings],
+    ) -> None:
+        """Update, before the clip factor is known, every block whose update can be corrected.
+
+        Blocks are of 4,096 elements from the start of the buffers; the last may be shorter. One gets the update of
+        `adamw` with ``grad_scale`` 1 if in all its elements g is finite, (1 - beta1) |g| <= 8 sqrt(v) and (1 - beta2)
+        g^2 <= 8 v, with v the second moment before. Any other is left as it is. ``waiting`` [blocks] uint8 is set to 0
+        and to 1. ValueError where beta1, beta2 or 1 - lr * weight_decay is below a half: `adamw_resolve` divides by
+        them.
+        """
+
+    def adamw_resolve(
+        self,
+        head: Tensor,
+        tail: Tensor | None,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        grad: Tensor,
+        waiting: Tensor,
+        *,
+        factor: float,
+        **settings: Unpack[AdamWSettings],
+    ) -> None:
+        """Complete `adamw_speculate`, given the clip factor: the result is that of `adamw` with it as ``grad_scale``.
+
+        Gradient, flags and settings are those of that call. Factor 1 is bitwise: waiting blocks are updated, no other
+        is touched. With a smaller one waiting blocks are bitwise too and the others are corrected. Factor 0 stands for
+        no step: waiting blocks are left alone and the others put back. Corrected elements of a state that Adam can
+        reach are within 2e-6 of v, of max(sqrt(v), |m|) and, for the master, of max(lr, its change) plus 3 units in
+        the last place; within 3e-6 where a beta is below 0.9 (measured at the edge of the guard; v is also off by up
+        to 2^-146 near the smallest denormal).
         """
 
     def split(self, master: Tensor, head: Tensor, tail: Tensor) -> None:
@@ -82,13 +123,8 @@ class DeviceKernel(Protocol):
         exp_avg_sq: Tensor,
         grad: Tensor,
         *,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        step: int,
         grad_scale: Tensor,
+        **settings: Unpack[AdamWSettings],
     ) -> None:
         """As `Kernel.adamw`; ``grad_scale`` is FP64 ``[norm, factor]``, and a norm that is not finite updates
         nothing."""

@@ -14,9 +14,19 @@ import struct
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-from megatrain.kernels._adamw import adamw_scalars, common_length, dtype_name
+from megatrain.kernels._adamw import (
+    AdamWSettings,
+    adamw_correction,
+    adamw_scalars,
+    check_factor,
+    check_speculation,
+    check_waiting,
+    common_length,
+    dtype_name,
+    speculation_reach,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,7 +35,7 @@ if TYPE_CHECKING:
     Buffer = Tensor | np.ndarray[Any, Any]
 
 _EXTENSION = "megatrain.kernels._native"
-_INTERFACE = 1
+_INTERFACE = 2
 _HOW_TO_BUILD = (
     "to build it, install a C++17 compiler and Python headers, reinstall MegaTrain with `pip install -v`, "
     "or run `make native` in a checkout"
@@ -76,38 +86,47 @@ class NativeKernel:
         exp_avg_sq: Buffer,
         grad: Buffer,
         *,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        step: int,
         grad_scale: float = 1.0,
+        **settings: Unpack[AdamWSettings],
     ) -> None:
-        scalars = adamw_scalars(
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            eps=eps,
-            weight_decay=weight_decay,
-            step=step,
-            grad_scale=grad_scale,
-        )
-        buffers = {"head": head, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "grad": grad}
-        if tail is not None:
-            buffers["tail"] = tail
-        self._native.adamw(
-            self.isa,
-            self._threads,
-            common_length(**buffers),
-            _address("head", head, "float32" if tail is None else "bfloat16"),
-            0 if tail is None else _address("tail", tail, "int16"),
-            _address("exp_avg", exp_avg, "float32"),
-            _address("exp_avg_sq", exp_avg_sq, "float32"),
-            _address("grad", grad, "bfloat16", "float32"),
-            dtype_name("grad", grad, "bfloat16", "float32") == "bfloat16",
-            *scalars,
-        )
+        scalars = adamw_scalars(grad_scale, settings)
+        self._native.adamw(*self._state(head, tail, exp_avg, exp_avg_sq, grad), scalars)
+
+    def adamw_speculate(
+        self,
+        head: Buffer,
+        tail: Buffer | None,
+        exp_avg: Buffer,
+        exp_avg_sq: Buffer,
+        grad: Buffer,
+        waiting: Buffer,
+        **settings: Unpack[AdamWSettings],
+    ) -> None:
+        check_speculation(settings)
+        scalars, reach = adamw_scalars(1.0, settings), speculation_reach(settings)
+        state = self._state(head, tail, exp_avg, exp_avg_sq, grad)
+        check_waiting(waiting, len(head))
+        self._native.speculate(*state, scalars, _address("waiting", waiting, "uint8"), reach)
+
+    def adamw_resolve(
+        self,
+        head: Buffer,
+        tail: Buffer | None,
+        exp_avg: Buffer,
+        exp_avg_sq: Buffer,
+        grad: Buffer,
+        waiting: Buffer,
+        *,
+        factor: float,
+        **settings: Unpack[AdamWSettings],
+    ) -> None:
+        check_factor(factor)
+        check_speculation(settings)
+        scalars, correction = adamw_scalars(factor, settings), adamw_correction(factor, settings)
+        state = self._state(head, tail, exp_avg, exp_avg_sq, grad)
+        check_waiting(waiting, len(head))
+        address = _address("waiting", waiting, "uint8")
+        self._native.resolve(*state, scalars, address, factor > 0, factor < 1, correction)
 
     def split(self, master: Buffer, head: Buffer, tail: Buffer) -> None:
         length = common_length(master=master, head=head, tail=tail)
@@ -118,6 +137,23 @@ class NativeKernel:
         length = common_length(head=head, tail=tail, master=master)
         at_master, at_head, at_tail = _split_addresses(master, head, tail)
         self._native.join(self.isa, self._threads, length, at_head, at_tail, at_master)
+
+    def _state(
+        self, head: Buffer, tail: Buffer | None, exp_avg: Buffer, exp_avg_sq: Buffer, grad: Buffer
+    ) -> tuple[str, int, int, tuple[int, ...], bool]:
+        """What every call on a unit's state begins with, after checking the buffers."""
+        buffers = {"head": head, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "grad": grad}
+        if tail is not None:
+            buffers["tail"] = tail
+        addresses = (
+            _address("head", head, "float32" if tail is None else "bfloat16"),
+            0 if tail is None else _address("tail", tail, "int16"),
+            _address("exp_avg", exp_avg, "float32"),
+            _address("exp_avg_sq", exp_avg_sq, "float32"),
+            _address("grad", grad, "bfloat16", "float32"),
+        )
+        is_bfloat16 = dtype_name("grad", grad, "bfloat16", "float32") == "bfloat16"
+        return self.isa, self._threads, common_length(**buffers), addresses, is_bfloat16
 
 
 @cache

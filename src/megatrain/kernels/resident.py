@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from math import isfinite
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
-from megatrain.kernels import Kernel
+from megatrain.kernels import AdamWSettings, Kernel
 
 if TYPE_CHECKING:
     import torch
@@ -25,28 +25,10 @@ class HostResidentKernel:
         exp_avg_sq: torch.Tensor,
         grad: torch.Tensor,
         *,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        step: int,
         grad_scale: torch.Tensor,
+        **settings: Unpack[AdamWSettings],
     ) -> None:
         """See `megatrain.kernels.DeviceKernel`."""
         norm, factor = grad_scale.tolist()
         if isfinite(norm):
-            self._kernel.adamw(
-                head,
-                tail,
-                exp_avg,
-                exp_avg_sq,
-                grad,
-                lr=lr,
-                beta1=beta1,
-                beta2=beta2,
-                eps=eps,
-                weight_decay=weight_decay,
-                step=step,
-                grad_scale=factor,
-            )
+            self._kernel.adamw(head, tail, exp_avg, exp_avg_sq, grad, grad_scale=factor, **settings)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 import triton
 import triton.language as tl
 
-from megatrain.kernels._adamw import adamw_scalars
+from megatrain.kernels._adamw import AdamWSettings, adamw_scalars
 
 _BLOCK = 2048
 
@@ -70,18 +72,11 @@ class TritonKernel:
         exp_avg_sq: torch.Tensor,
         grad: torch.Tensor,
         *,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        step: int,
         grad_scale: torch.Tensor,
+        **settings: Unpack[AdamWSettings],
     ) -> None:
         """See `megatrain.kernels.DeviceKernel`."""
-        scalars = adamw_scalars(
-            lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, step=step, grad_scale=1.0
-        )
+        scalars = adamw_scalars(1.0, settings)
         n = head.numel()
         _adamw[(triton.cdiv(n, _BLOCK),)](
             head if tail is None else head.view(torch.int16),

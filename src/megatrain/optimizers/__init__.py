@@ -46,3 +46,41 @@ class Optimizer(ABC):
     @abstractmethod
     def base_lr(self) -> float:
         """The learning rate used when a step names none."""
+
+
+class SpeculativeOptimizer(Optimizer):
+    """One whose update can be made before the clip factor is known, and corrected."""
+
+    @abstractmethod
+    def can_take_back(self, lr: float) -> bool:
+        """Whether an update at this learning rate loses nothing that taking it back needs."""
+
+    @abstractmethod
+    def blocks(self, layout: Layout) -> int:
+        """How many flags `speculate` sets for a unit."""
+
+    @abstractmethod
+    def speculate(
+        self, kernel: Kernel, state: State, gradient: torch.Tensor, waiting: torch.Tensor, *, lr: float, step: int
+    ) -> None:
+        """Update those blocks of ``state`` whose update can be corrected, with the gradient as it is.
+
+        ``waiting`` [blocks] uint8 is set to 1 for the others, which are left as they are.
+        """
+
+    @abstractmethod
+    def resolve(
+        self,
+        kernel: Kernel,
+        state: State,
+        gradient: torch.Tensor,
+        waiting: torch.Tensor,
+        *,
+        lr: float,
+        step: int,
+        factor: float,
+    ) -> None:
+        """Make of what `speculate` did the update with the gradient times ``factor``; 0 takes it back.
+
+        With factor 1 the result is bitwise that of `update`.
+        """

@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isfinite
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatrain.errors import UserError
+from megatrain.kernels import blocks_of, can_take_back
 from megatrain.layout import Layout, Parameter
-from megatrain.optimizers import Optimizer
+from megatrain.optimizers import SpeculativeOptimizer
 
 if TYPE_CHECKING:
     import torch
 
-    from megatrain.kernels import DeviceKernel, Kernel
+    from megatrain.kernels import AdamWSettings, DeviceKernel, Kernel
     from megatrain.optimizers import State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdamW(Optimizer):
+class AdamW(SpeculativeOptimizer):
     """Hyperparameters as in `torch.optim.AdamW`; the update equals its fused one.
 
     Decay leaves out names ending in ``bias``, norm weights, and parameters with fewer than two dimensions.
@@ -62,22 +63,73 @@ class AdamW(Optimizer):
         step: int,
         scale: float | torch.Tensor,
     ) -> None:
-        for start, end, decayed in decay_runs(state.layout):
-            piece = slice(start, end)
+        for piece in self._pieces(state, gradient, lr, step):
             kernel.adamw(
-                state.head[piece],
-                None if state.tail is None else state.tail[piece],
-                state.exp_avg[piece],
-                state.exp_avg_sq[piece],
-                gradient[piece],
-                lr=lr,
-                beta1=self.betas[0],
-                beta2=self.betas[1],
-                eps=self.eps,
-                weight_decay=self.weight_decay if decayed else 0.0,
-                step=step,
+                *piece.buffers,
                 grad_scale=scale,  # type: ignore[arg-type]  # a tensor goes with a device kernel only
+                **piece.settings,
             )
+
+    def can_take_back(self, lr: float) -> bool:
+        return can_take_back(lr=lr, beta1=self.betas[0], beta2=self.betas[1], weight_decay=self.weight_decay)
+
+    def blocks(self, layout: Layout) -> int:
+        return sum(blocks_of(end - start) for start, end, _ in decay_runs(layout))
+
+    def speculate(
+        self, kernel: Kernel, state: State, gradient: torch.Tensor, waiting: torch.Tensor, *, lr: float, step: int
+    ) -> None:
+        for piece in self._pieces(state, gradient, lr, step):
+            kernel.adamw_speculate(*piece.buffers, waiting[piece.blocks], **piece.settings)
+
+    def resolve(
+        self,
+        kernel: Kernel,
+        state: State,
+        gradient: torch.Tensor,
+        waiting: torch.Tensor,
+        *,
+        lr: float,
+        step: int,
+        factor: float,
+    ) -> None:
+        for piece in self._pieces(state, gradient, lr, step):
+            kernel.adamw_resolve(*piece.buffers, waiting[piece.blocks], factor=factor, **piece.settings)
+
+    def _pieces(self, state: State, gradient: torch.Tensor, lr: float, step: int) -> Iterator[_Piece]:
+        """What the kernel is called with: one piece for each run of parameters with the same decay."""
+        block = 0
+        for start, end, decayed in decay_runs(state.layout):
+            part = slice(start, end)
+            first, block = block, block + blocks_of(end - start)
+            yield _Piece(
+                (
+                    state.head[part],
+                    None if state.tail is None else state.tail[part],
+                    state.exp_avg[part],
+                    state.exp_avg_sq[part],
+                    gradient[part],
+                ),
+                slice(first, block),
+                {
+                    "lr": lr,
+                    "beta1": self.betas[0],
+                    "beta2": self.betas[1],
+                    "eps": self.eps,
+                    "weight_decay": self.weight_decay if decayed else 0.0,
+                    "step": step,
+                },
+            )
+
+
+class _Piece(NamedTuple):
+    """The arguments of one kernel call."""
+
+    buffers: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor]
+    """Head, tail, both moments, gradient."""
+    blocks: slice
+    """Its flags among the unit's: blocks count from the start of each piece."""
+    settings: AdamWSettings
 
 
 def decays(parameter: Parameter) -> bool:

@@ -1,9 +1,10 @@
 // The arithmetic of one AdamW step, shared by every instruction set.
 //
-// Each vector type V (see vector_*.cpp) offers the same few IEEE operations. The places of the fused multiply-adds are
-// written out, and the sources are built with -ffp-contract=off, so every V gives the same bits as
-// megatrain/kernels/reference.py. Everything here lives in an unnamed namespace: each translation unit is compiled for
-// another instruction set, and a shared inline symbol would let the linker pick the AVX-512 copy for all of them.
+// Each vector type V (Scalar below, the others in avx2.cpp and avx512.cpp) offers the same few IEEE operations. The
+// places of the fused multiply-adds are written out, and the sources are built with -ffp-contract=off, so every V gives
+// the same bits as megatrain/kernels/reference.py. Everything here lives in an unnamed namespace: each translation unit
+// is compiled for another instruction set, and a shared inline symbol would let the linker pick the AVX-512 copy for
+// all of them.
 #pragma once
 
 #include <cmath>
@@ -23,6 +24,7 @@ struct AdamWScalars {
     float grad_scale;
 };
 
+// Ranges of every kernel are [begin, end) in elements; units may exceed 2^31 elements.
 struct AdamWArgs {
     void* head;          // float when tail is null, else bfloat16
     std::int16_t* tail;  // low half of the FP32 bit pattern, or null
@@ -32,22 +34,6 @@ struct AdamWArgs {
     bool grad_is_bfloat16;
     AdamWScalars scalars;
 };
-
-// One instruction set. Ranges are [begin, end) in elements; units may exceed 2^31 elements.
-struct Kernels {
-    const char* name;
-    bool (*supported)();
-    void (*adamw)(const AdamWArgs&, std::int64_t begin, std::int64_t end);
-    void (*split)(const float* master, std::uint16_t* head, std::int16_t* tail, std::int64_t begin, std::int64_t end);
-    void (*join)(const std::uint16_t* head, const std::int16_t* tail, float* master, std::int64_t begin,
-                 std::int64_t end);
-};
-
-extern const Kernels kPlain;
-#if defined(__x86_64__)
-extern const Kernels kAvx2;
-extern const Kernels kAvx512;
-#endif
 
 namespace {
 
@@ -80,6 +66,9 @@ struct Scalar {
     friend Scalar operator/(Scalar a, Scalar b) { return {a.x / b.x}; }
     static Scalar fma(Scalar a, Scalar b, Scalar c) { return {std::fma(a.x, b.x, c.x)}; }
     static Scalar sqrt(Scalar a) { return {std::sqrt(a.x)}; }
+    static Scalar abs(Scalar a) { return {std::fabs(a.x)}; }
+    static Scalar max(Scalar a, Scalar b) { return {a.x > b.x ? a.x : b.x}; }
+    static bool all_at_most(Scalar a, Scalar b) { return a.x <= b.x; }
 };
 
 // The scalars of a step, spread over the lanes of V. As torch.lerp, the first moment starts from the nearer end.
@@ -125,6 +114,18 @@ inline void store_master(V value, std::uint16_t* head, std::int16_t* tail) {
     value.split(head, tail);
 }
 
+// There is no tail where the head is the FP32 master itself.
+template <class Head>
+inline std::int16_t* tail_at(const AdamWArgs& args, std::int64_t i) {
+    return args.tail + (sizeof(Head) == sizeof(float) ? 0 : i);
+}
+
+// What the moments move the master by, without decay.
+template <class V>
+inline V adamw_change(const Constants<V>& c, V first, V second) {
+    return (c.step_size * first) / (V::sqrt(second) / c.root_correction + c.eps);
+}
+
 // Updates whole vectors from `begin` and returns the first element that did not fill one.
 template <class V, class Head, class Grad>
 std::int64_t adamw_vectors(const AdamWArgs& args, std::int64_t begin, std::int64_t end) {
@@ -133,13 +134,12 @@ std::int64_t adamw_vectors(const AdamWArgs& args, std::int64_t begin, std::int64
     const Grad* const grad = static_cast<const Grad*>(args.grad);
     std::int64_t i = begin;
     for (; i + V::width <= end; i += V::width) {
-        std::int16_t* const tail = args.tail + (sizeof(Head) == sizeof(float) ? 0 : i);
+        std::int16_t* const tail = tail_at<Head>(args, i);
         const V g = load_gradient<V>(grad + i) * c.grad_scale;
         const V moment = V::load(args.exp_avg + i);
         const V first = V::fma(c.lerp_coefficient, g - moment, c.lerp_from_moment ? moment : g);
         const V second = V::fma(c.square_weight * g, g, V::load(args.exp_avg_sq + i) * c.beta2);
-        const V denominator = V::sqrt(second) / c.root_correction + c.eps;
-        const V master = load_master<V>(head + i, tail) * c.decay + (c.step_size * first) / denominator;
+        const V master = load_master<V>(head + i, tail) * c.decay + adamw_change(c, first, second);
         first.store(args.exp_avg + i);
         second.store(args.exp_avg_sq + i);
         store_master(master, head + i, tail);
@@ -153,19 +153,25 @@ void adamw_typed(const AdamWArgs& args, std::int64_t begin, std::int64_t end) {
     adamw_vectors<Scalar, Head, Grad>(args, rest, end);
 }
 
-template <class V>
-void adamw_range(const AdamWArgs& args, std::int64_t begin, std::int64_t end) {
+// Calls work(Head{}, Grad{}) with the element types of the buffers.
+template <class Work>
+void with_types(const AdamWArgs& args, Work work) {
     if (args.tail != nullptr) {
         if (args.grad_is_bfloat16) {
-            adamw_typed<V, std::uint16_t, std::uint16_t>(args, begin, end);
+            work(std::uint16_t{}, std::uint16_t{});
         } else {
-            adamw_typed<V, std::uint16_t, float>(args, begin, end);
+            work(std::uint16_t{}, float{});
         }
     } else if (args.grad_is_bfloat16) {
-        adamw_typed<V, float, std::uint16_t>(args, begin, end);
+        work(float{}, std::uint16_t{});
     } else {
-        adamw_typed<V, float, float>(args, begin, end);
+        work(float{}, float{});
     }
+}
+
+template <class V>
+void adamw_range(const AdamWArgs& args, std::int64_t begin, std::int64_t end) {
+    with_types(args, [&](auto head, auto grad) { adamw_typed<V, decltype(head), decltype(grad)>(args, begin, end); });
 }
 
 template <class V>
@@ -181,11 +187,6 @@ void join_range(const std::uint16_t* head, const std::int16_t* tail, float* mast
     std::int64_t i = begin;
     for (; i + V::width <= end; i += V::width) V::join(head + i, tail + i).store(master + i);
     for (; i < end; ++i) Scalar::join(head + i, tail + i).store(master + i);
-}
-
-template <class V>
-constexpr Kernels kernels_of(const char* name, bool (*supported)()) {
-    return {name, supported, adamw_range<V>, split_range<V>, join_range<V>};
 }
 
 }  // namespace

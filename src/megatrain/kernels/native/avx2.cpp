@@ -1,7 +1,7 @@
 // AVX2 and FMA, eight lanes. Built with -mavx2 -mfma; reached only after a run-time check.
 #include <immintrin.h>
 
-#include "adamw.h"
+#include "kernels.h"
 
 namespace megatrain {
 namespace {
@@ -33,6 +33,9 @@ struct Avx2 {
     friend Avx2 operator/(Avx2 a, Avx2 b) { return {_mm256_div_ps(a.x, b.x)}; }
     static Avx2 fma(Avx2 a, Avx2 b, Avx2 c) { return {_mm256_fmadd_ps(a.x, b.x, c.x)}; }
     static Avx2 sqrt(Avx2 a) { return {_mm256_sqrt_ps(a.x)}; }
+    static Avx2 abs(Avx2 a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.x)}; }
+    static Avx2 max(Avx2 a, Avx2 b) { return {_mm256_max_ps(a.x, b.x)}; }
+    static bool all_at_most(Avx2 a, Avx2 b) { return _mm256_movemask_ps(_mm256_cmp_ps(a.x, b.x, _CMP_LE_OQ)) == 0xFF; }
 
 private:
     static __m256i high_half(const std::uint16_t* p) {

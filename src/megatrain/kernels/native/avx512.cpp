@@ -1,7 +1,7 @@
 // AVX-512F, sixteen lanes. Built with -mavx512f -mavx2 -mfma; reached only after a run-time check.
 #include <immintrin.h>
 
-#include "adamw.h"
+#include "kernels.h"
 
 namespace megatrain {
 namespace {
@@ -30,6 +30,9 @@ struct Avx512 {
     friend Avx512 operator/(Avx512 a, Avx512 b) { return {_mm512_div_ps(a.x, b.x)}; }
     static Avx512 fma(Avx512 a, Avx512 b, Avx512 c) { return {_mm512_fmadd_ps(a.x, b.x, c.x)}; }
     static Avx512 sqrt(Avx512 a) { return {_mm512_sqrt_ps(a.x)}; }
+    static Avx512 abs(Avx512 a) { return {_mm512_abs_ps(a.x)}; }
+    static Avx512 max(Avx512 a, Avx512 b) { return {_mm512_max_ps(a.x, b.x)}; }
+    static bool all_at_most(Avx512 a, Avx512 b) { return _mm512_cmp_ps_mask(a.x, b.x, _CMP_LE_OQ) == 0xFFFF; }
 
 private:
     static __m512i high_half(const std::uint16_t* p) {

@@ -1,13 +1,15 @@
 // The Python module megatrain.kernels._native. It takes addresses, not arrays: native.py checks types and sizes, and
 // neither torch nor NumPy is needed to build or to load this.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <string>
 #include <vector>
 
-#include "adamw.h"
+#include "kernels.h"
 #include "pool.h"
 
 namespace nb = nanobind;
@@ -16,7 +18,7 @@ namespace megatrain {
 namespace {
 
 // Raised with every change of a signature or of the arithmetic; native.py refuses a build of another number.
-constexpr int kInterface = 1;
+constexpr int kInterface = 2;
 
 const std::vector<const Kernels*>& all_kernels() {
     static const std::vector<const Kernels*> kernels = {
@@ -47,26 +49,48 @@ std::vector<std::string> instruction_sets() {
     return names;
 }
 
-void adamw(const std::string& isa, int threads, std::int64_t n, std::uintptr_t head, std::uintptr_t tail,
-           std::uintptr_t exp_avg, std::uintptr_t exp_avg_sq, std::uintptr_t grad, bool grad_is_bfloat16, double decay,
-           double lerp_weight, double beta2, double square_weight, double root_correction, double eps,
-           double step_size, double grad_scale) {
+using Addresses = std::array<std::uintptr_t, 5>;  // head, tail, exp_avg, exp_avg_sq, grad
+
+// The caller computes in double; each scalar is rounded to float once, as torch rounds it.
+AdamWArgs arguments(const Addresses& at, bool grad_is_bfloat16, const std::array<double, 8>& scalars) {
+    std::array<float, 8> s;
+    for (std::size_t i = 0; i < s.size(); ++i) s[i] = static_cast<float>(scalars[i]);
+    return {pointer<void>(at[0]),  pointer<std::int16_t>(at[1]), pointer<float>(at[2]),
+            pointer<float>(at[3]), pointer<const void>(at[4]),   grad_is_bfloat16,
+            {s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7]}};
+}
+
+void adamw(const std::string& isa, int threads, std::int64_t n, const Addresses& at, bool grad_is_bfloat16,
+           const std::array<double, 8>& scalars) {
     const Kernels& kernels = kernels_named(isa);
-    AdamWArgs args;
-    args.head = pointer<void>(head);
-    args.tail = pointer<std::int16_t>(tail);
-    args.exp_avg = pointer<float>(exp_avg);
-    args.exp_avg_sq = pointer<float>(exp_avg_sq);
-    args.grad = pointer<const void>(grad);
-    args.grad_is_bfloat16 = grad_is_bfloat16;
-    // The caller computes in double; each scalar is rounded to float once, as torch rounds it.
-    args.scalars = {static_cast<float>(decay),           static_cast<float>(lerp_weight),
-                    static_cast<float>(beta2),           static_cast<float>(square_weight),
-                    static_cast<float>(root_correction), static_cast<float>(eps),
-                    static_cast<float>(step_size),       static_cast<float>(grad_scale)};
+    const AdamWArgs args = arguments(at, grad_is_bfloat16, scalars);
     const nb::gil_scoped_release no_gil;
     parallel_ranges(n, threads,
                     [&](std::int64_t begin, std::int64_t end) { kernels.adamw(args, begin, end); });
+}
+
+void speculate(const std::string& isa, int threads, std::int64_t n, const Addresses& at, bool grad_is_bfloat16,
+               const std::array<double, 8>& scalars, std::uintptr_t waiting, double reach) {
+    const Kernels& kernels = kernels_named(isa);
+    const AdamWArgs args = arguments(at, grad_is_bfloat16, scalars);
+    const nb::gil_scoped_release no_gil;
+    parallel_ranges(n, threads, [&](std::int64_t begin, std::int64_t end) {
+        kernels.speculate(args, pointer<std::uint8_t>(waiting), static_cast<float>(reach), begin, end);
+    });
+}
+
+void resolve(const std::string& isa, int threads, std::int64_t n, const Addresses& at, bool grad_is_bfloat16,
+             const std::array<double, 8>& scalars, std::uintptr_t waiting, bool update_waiting, bool correct_updated,
+             const std::array<double, 6>& correction) {
+    const Kernels& kernels = kernels_named(isa);
+    const AdamWArgs args = arguments(at, grad_is_bfloat16, scalars);
+    std::array<float, 6> w;
+    for (std::size_t i = 0; i < w.size(); ++i) w[i] = static_cast<float>(correction[i]);
+    const Correction change = {update_waiting, correct_updated, w[0], w[1], w[2], w[3], w[4], w[5]};
+    const nb::gil_scoped_release no_gil;
+    parallel_ranges(n, threads, [&](std::int64_t begin, std::int64_t end) {
+        kernels.resolve(args, pointer<const std::uint8_t>(waiting), change, begin, end);
+    });
 }
 
 void split(const std::string& isa, int threads, std::int64_t n, std::uintptr_t master, std::uintptr_t head,
@@ -98,9 +122,11 @@ NB_MODULE(_native, m) {
     m.def("instruction_sets", &megatrain::instruction_sets, "Those that this processor runs, widest first.");
     m.def("last_thread_ids", &megatrain::last_thread_ids, "Ids of the threads that worked in the last call.");
     m.def("shutdown", &megatrain::shutdown_pool, nb::call_guard<nb::gil_scoped_release>(), "Join the worker threads.");
-    m.def("adamw", &megatrain::adamw, "isa"_a, "threads"_a, "n"_a, "head"_a, "tail"_a, "exp_avg"_a, "exp_avg_sq"_a,
-          "grad"_a, "grad_is_bfloat16"_a, "decay"_a, "lerp_weight"_a, "beta2"_a, "square_weight"_a,
-          "root_correction"_a, "eps"_a, "step_size"_a, "grad_scale"_a);
+    m.def("adamw", &megatrain::adamw, "isa"_a, "threads"_a, "n"_a, "at"_a, "grad_is_bfloat16"_a, "scalars"_a);
+    m.def("speculate", &megatrain::speculate, "isa"_a, "threads"_a, "n"_a, "at"_a, "grad_is_bfloat16"_a, "scalars"_a,
+          "waiting"_a, "reach"_a);
+    m.def("resolve", &megatrain::resolve, "isa"_a, "threads"_a, "n"_a, "at"_a, "grad_is_bfloat16"_a, "scalars"_a,
+          "waiting"_a, "update_waiting"_a, "correct_updated"_a, "correction"_a);
     m.def("split", &megatrain::split, "isa"_a, "threads"_a, "n"_a, "master"_a, "head"_a, "tail"_a);
     m.def("join", &megatrain::join, "isa"_a, "threads"_a, "n"_a, "head"_a, "tail"_a, "master"_a);
 }

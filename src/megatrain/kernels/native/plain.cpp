@@ -1,5 +1,5 @@
 // Plain C++: any architecture, and the fallback on x86-64 without AVX2.
-#include "adamw.h"
+#include "kernels.h"
 
 namespace megatrain {
 namespace {

@@ -1,5 +1,7 @@
 #include "pool.h"
 
+#include "block.h"
+
 #include <algorithm>
 #include <cfenv>
 #include <condition_variable>
@@ -18,8 +20,6 @@ namespace {
 
 // Below this many elements a range is not worth waking a thread for (about 10 us of work).
 constexpr std::int64_t kLeastRange = 16384;
-// Ranges start at multiples of this, so that no two threads write one cache line or one block.
-constexpr std::int64_t kBlock = 4096;
 
 long thread_id() {
 #if defined(__linux__)
