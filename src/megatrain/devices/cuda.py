@@ -123,10 +123,13 @@ class CudaDevice(Device):
             )
 
     def limit(self, nbytes: int | None) -> None:
-        total = torch.cuda.get_device_properties(self.torch_device).total_memory
         taken = torch.cuda.memory_reserved(self.torch_device)
-        share = 1.0 if nbytes is None else min(1.0, (taken + nbytes + CAP_SLACK) / total)
+        share = 1.0 if nbytes is None else min(1.0, (taken + nbytes + CAP_SLACK) / self.total_memory)
         torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
+
+    @property
+    def total_memory(self) -> int:
+        return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
 
     def warm_up(self, dtype: torch.dtype) -> int:
         # cuBLAS takes a workspace for each pair of thread and stream: here for this lane's and for autograd's.
