@@ -36,7 +36,7 @@ def shape_config(shape: str, layers: int | None = None) -> Qwen2Config:
 def random_model(config: Qwen2Config, **options: Any) -> Model:
     """A model with weights 0.02 x normal (one block, tiled), norms 1 and biases 0: never zeros where it matters."""
     model = Model(config, **options)
-    noise = torch.randn(1 << 24) * 0.02
+    noise = torch.randn(1 << 24, generator=torch.Generator().manual_seed(0)) * 0.02
     store = model.store
     for name in store.parameter_names:
         _, place = store.place(name)

@@ -29,6 +29,7 @@ from megatrain.errors import LaneError, UserError
 from megatrain.export import ExportTensor, write_model
 from megatrain.losses.cross_entropy import token_losses
 from megatrain.model_files import ModelFiles
+from megatrain.models._compiled import compiled_token_loss
 from megatrain.models.decoder import Decoder
 from megatrain.optimizers.adamw import AdamW
 from megatrain.store import Slab, Store
@@ -144,13 +145,14 @@ class Model:
                 gradient = _DTYPES[_check_choice("compute.gradient_dtype", gradient_dtype, _DTYPES)]
             _log.info("device: %s, compute dtype %s", self._device.name, str(compute).removeprefix("torch."))
             self._kernel = kernels.load(kernel)  # type: ignore[arg-type]
+            compiling = self._device.name == "cuda" if compile is None else compile
             self._decoder = Decoder(
                 config,
                 dtype=compute,
                 device=self._device.torch_device,
                 attn_implementation=attn_implementation,
                 trust_remote_code=trust_remote_code,
-                compile=self._device.name == "cuda" if compile is None else compile,
+                compile=compiling,
             )
             layouts = {unit.name: unit.layout for unit in self._decoder.units}
             budget = parse_bytes("placement.device_memory", device_memory)
@@ -182,7 +184,8 @@ class Model:
             chunk = loss_chunk_tokens or _default_chunk(
                 config.get_text_config().vocab_size, budget or self._device.total_memory
             )
-            templates = Templates(self._decoder, token_losses, self._device.torch_device, chunk)
+            token_loss = compiled_token_loss(token_losses) if compiling else token_losses
+            templates = Templates(self._decoder, token_loss, self._device.torch_device, chunk)
             options = EngineOptions(
                 slots=slots,
                 activations_kept=self._kept(activations),

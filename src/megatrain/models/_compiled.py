@@ -12,6 +12,8 @@ from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torch.func import functional_call
 
+from megatrain.losses import TokenLoss
+
 _log = logging.getLogger(__name__)
 
 LayerFunction = Callable[[dict[str, torch.Tensor], torch.Tensor, dict[str, Any]], Any]
@@ -22,6 +24,18 @@ def layer_function(template: nn.Module) -> LayerFunction:
 
     def run(weights: dict[str, torch.Tensor], hidden: torch.Tensor, arguments: dict[str, Any]) -> Any:
         return functional_call(template, weights, (hidden,), arguments)
+
+    return run
+
+
+def compiled_token_loss(function: TokenLoss) -> TokenLoss:
+    """A loss as one pass over the logits each way; its number of tokens may vary, the vocabulary does not."""
+    fast = torch.compile(function)
+
+    def run(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        for tensor in (logits, targets):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return fast(logits, targets)
 
     return run
 
