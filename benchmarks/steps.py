@@ -35,6 +35,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="timed steps, after two that are not")
     parser.add_argument("--max-grad-norm", type=float, default=1.0)
     parser.add_argument("--option", action="append", default=[], help="name=value of Model, as JSON where it parses")
+    parser.add_argument(
+        "--second-moment",
+        type=float,
+        help="start every exp_avg_sq here, as a run under way has it; at zero, speculation waits for the norm anyway",
+    )
+    parser.add_argument("--clip-every", type=int, help="clip at 1.0 in every n-th step only")
     parser.add_argument("--no-bound", action="store_true")
     parser.add_argument("--out", type=Path, help="append one JSON line a row")
     parser.add_argument("--commit", help="where git cannot tell")
@@ -69,16 +75,24 @@ def hardware(commit: str | None) -> dict[str, Any]:
     }
 
 
-def time_steps(model: Model, batches: list[list[dict[str, torch.Tensor]]], timed: int) -> list[float]:
-    """Seconds of the last ``timed`` steps, each from the end of the step before to its own end."""
-    seconds, last = [], time.perf_counter()
-    for step in batches:
+def time_steps(
+    model: Model, batches: list[list[dict[str, torch.Tensor]]], timed: int, clip_every: int | None
+) -> tuple[list[float], int]:
+    """Seconds of the last ``timed`` steps, each from the end of the step before to its own end; how many of them were
+    corrected after their norm was known."""
+    seconds, corrected, last = [], 0, time.perf_counter()
+    limit = model.max_grad_norm
+    for index, step in enumerate(batches):
+        if clip_every is not None:
+            model.max_grad_norm = 1.0 if (index + 1) % clip_every == 0 else limit
         result = model.step(step)
+        corrected += result.corrected and index >= len(batches) - timed
         now = time.perf_counter()
         seconds.append(now - last)
         last = now
         print(f"  {seconds[-1]:7.3f} s  loss {result.loss:.4f}  norm {result.grad_norm:.3f}", flush=True)
-    return seconds[-timed:]
+    model.max_grad_norm = limit
+    return seconds[-timed:], corrected
 
 
 def main() -> None:
@@ -90,13 +104,16 @@ def main() -> None:
     print(
         f"{args.shape}: {model.num_parameters / 1e9:.3f}e9 parameters, built in {time.perf_counter() - started:.1f} s"
     )
+    if args.second_moment is not None:
+        for name in model.store.parameter_names:
+            model.store.moment(name, "exp_avg_sq").fill_(args.second_moment)
     for tokens in args.tokens:
         rows = tokens // args.seq_len // args.micro_batches
         steps = [
             [random_batch(config.vocab_size, rows, args.seq_len, 100 * s + m) for m in range(args.micro_batches)]
             for s in range(args.steps + 2)
         ]
-        seconds = time_steps(model, steps, args.steps)
+        seconds, corrected = time_steps(model, steps, args.steps, args.clip_every)
         median = statistics.median(seconds)
         flops = 6 * model.num_parameters * tokens
         row: dict[str, Any] = {
@@ -106,6 +123,7 @@ def main() -> None:
             "tokens": tokens,
             "seconds": median,
             "all_seconds": seconds,
+            "corrected_steps": corrected,
             "tokens_per_second": tokens / median,
             "tflops_6n": flops / median / 1e12,
             "device_peak_gib": model.memory.device_peak / 2**30,

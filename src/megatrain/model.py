@@ -179,7 +179,9 @@ class Model:
                 },
             )
             undo.callback(self._store.close)
-            chunk = loss_chunk_tokens or _default_chunk(config.get_text_config().vocab_size, budget)
+            chunk = loss_chunk_tokens or _default_chunk(
+                config.get_text_config().vocab_size, budget or self._device.total_memory
+            )
             templates = Templates(self._decoder, token_losses, self._device.torch_device, chunk)
             options = EngineOptions(
                 slots=slots,
@@ -351,6 +353,15 @@ class Model:
             host_bytes=self._store.nbytes,
             by_label=dict(memory.fixed),
         )
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """The limit of the global gradient norm; may be changed between steps."""
+        return self._clipping.max_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, limit: float | None) -> None:
+        self._clipping.max_norm = limit
 
     @property
     def num_parameters(self) -> int:
@@ -535,7 +546,7 @@ def _check_choice(field: str, value: str, choices: Sequence[str] | Mapping[str, 
     return value
 
 
-def _default_chunk(vocab_size: int, device_memory: int | None) -> int:
-    """Tokens whose logits, at some 16 bytes a vocabulary entry, take an eighth of the budget (at most 4 GiB)."""
-    share = min(4 << 30, (device_memory or 32 << 30) // 8)
+def _default_chunk(vocab_size: int, device_memory: int) -> int:
+    """Tokens whose logits, at some 16 bytes a vocabulary entry, take a twelfth of the memory (at most 8 GiB)."""
+    share = min(8 << 30, device_memory // 12)
     return max(16, min(8192, share // (16 * vocab_size)))

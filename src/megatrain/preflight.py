@@ -6,26 +6,26 @@ What a user may have got wrong is found here, in seconds and before anything is 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megatrain import machine
 from megatrain.config import RunConfig, parse_bytes
 from megatrain.datasets._batches import Batches
 from megatrain.datasets._load import Dataset, Progress, load_dataset
-from megatrain.devices._pages import PAGE
 from megatrain.errors import UserError
 from megatrain.hub import find_model
-from megatrain.layout import round_up
+from megatrain.layout import Layout, build_layout
 from megatrain.loggers._screens import disk_size, size
 from megatrain.model_files import ModelFiles
 from megatrain.schedule import Schedule
-from megatrain.store import HUGE_PAGE
+from megatrain.store import Store
 
 STATE_BYTES = 12  # of host memory and of a save, per parameter: FP32 master and two FP32 moments
+_TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _EXPORT_BYTES = {"F32": 4, "float32": 4}  # all other formats take 2
 _PROCESS_BYTES = 600 << 20  # interpreter, torch, tokenizer and rows
 
@@ -65,12 +65,14 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     folder = find_model(m.name_or_path, m.revision, m.trust_remote_code, progress)
     model_config = _model_config(folder, m.trust_remote_code)
     files = ModelFiles(folder)
-    units = _units(files, model_config)
-    parameters = sum(units)
+    layouts = _layouts(files, model_config)
+    parameters = sum(layout.num_parameters for layout in layouts)
     device, dtype = _device_and_dtype(config)
-    gradient = {"float32": 4, "bfloat16": 2}[config.compute.gradient_dtype or dtype]
-    host_bytes, limit = _host_bytes(units, gradient), _host_limit(config)
-    _check_host(host_bytes, limit)
+    gradient = config.compute.gradient_dtype or dtype
+    host_bytes = Store.bytes_needed(layouts, _TORCH[dtype], _TORCH[gradient])
+    limit = _host_limit(config)
+    if config.placement.states is None:  # else the engine says what is left for the host
+        _check_host(host_bytes, limit)
     tokenizer = _tokenizer(folder, m.trust_remote_code)
     text = model_config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
@@ -112,27 +114,19 @@ def _model_config(folder: Path, trust_remote_code: bool) -> Any:
         ) from None
 
 
-def _units(files: ModelFiles, model_config: Any) -> list[int]:
-    """Parameters of each part that streams, by the headers of the weight files; a tied head is counted once."""
+def _layouts(files: ModelFiles, model_config: Any) -> list[Layout]:
+    """The parts that stream, by the headers of the weight files; a tied head is counted once."""
     tied = model_config.get_text_config().tie_word_embeddings
-    units: Counter[str] = Counter()
+    units: dict[str, dict[str, tuple[int, ...]]] = {}
     for name in files.names:
+        layer = re.search(r"layers\.\d+\.", name)
+        part = layer[0] if layer else "embedding" if "embed" in name else "head"
         if not (tied and name == "lm_head.weight"):
-            layer = re.search(r"layers\.\d+\.", name)
-            units[layer[0] if layer else name.partition(".weight")[0]] += prod(files.shape(name))
-    return list(units.values())
-
-
-def _host_bytes(units: list[int], gradient_size: int) -> int:
-    """Host memory of the training state: each unit's state and gradient in mappings of whole huge pages."""
-    return HUGE_PAGE + sum(
-        round_up(n * STATE_BYTES + 4 * PAGE, HUGE_PAGE) + round_up(n * gradient_size + PAGE, HUGE_PAGE) for n in units
-    )
+            units.setdefault(part, {})[name] = files.shape(name)
+    return [build_layout(shapes) for shapes in units.values()]
 
 
 def _device_and_dtype(config: RunConfig) -> tuple[str, str]:
-    import torch
-
     device = config.placement.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -34,7 +34,7 @@ def test_tensors_that_zero_gradients_move(family: str) -> None:
     for parameter in layout.parameters:
         store.load_master(parameter.name, 0, torch.ones(parameter.numel))
     gradient = torch.zeros(layout.numel)
-    AdamW(weight_decay=0.1).update(kernel, store.slab("unit"), gradient, lr=0.1, scale=1.0)
+    AdamW(weight_decay=0.1).update(kernel, store.slab("unit"), gradient, lr=0.1, step=1, scale=1.0)
     moved = {name for name in shapes if not bool((store.master(name) == 1).all())}
     expected = {name for name in shapes if name.split(".")[-2] in ("embed_tokens", "lm_head", *MATRICES)}
     expected = {name for name in expected if not name.endswith("bias")}

@@ -51,7 +51,9 @@ def test_thirty_steps_with_one_unit_frozen_on_odd_ones(resumed: bool, dtype: tor
                 gradient[parameter.offset : parameter.end] = values.flatten()
                 plain[parameter.name].grad = values
                 torch_adamw[parameter.name].step()
-            OPTIMIZER.update(kernel, store.slab(unit), gradient, lr=1e-2, scale=1.0)
+            count = store.step_count(unit) + 1
+            OPTIMIZER.update(kernel, store.slab(unit), gradient, lr=1e-2, step=count, scale=1.0)
+            store.set_step_count(unit, count)
     assert [store.step_count(unit) for unit in UNITS] == [30, 30, 15, 30]
     for name in NAMES:
         expected = plain[name].detach()

@@ -113,3 +113,17 @@ def test_the_tokenizer_of_the_export_is_the_source_s(folder: Path) -> None:
         AutoTokenizer.from_pretrained(folder / "run" / "final")(text)["input_ids"]
         == small_tokenizer()(text)["input_ids"]
     )
+
+
+def test_one_step_has_one_loss_however_it_is_split(tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    write_rows(tmp_path / "chats.jsonl", chats(8))
+    losses, norms = [], []
+    for micro in (8, 4, 2, 1):
+        words = [f"train.micro_batch_size={micro}", "train.batch_size=8", f"output_dir={tmp_path}/run{micro}"]
+        assert megatrain("train", *arguments(tmp_path, *words)).exit_code == 0
+        (step,) = metrics(tmp_path / f"run{micro}")
+        losses.append(step["loss"])
+        norms.append(step["grad_norm"])
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)
+    assert norms == pytest.approx([norms[0]] * 4, rel=1e-6)

@@ -11,11 +11,11 @@ import torch
 from _fixtures import tiny_config
 
 from megatrain import AdamW, Model, UserError
+from megatrain.config import parse_bytes
 from megatrain.devices import _measure
 from megatrain.engine.operations import Operations
 from megatrain.engine.program import Op
 from megatrain.engine.workspace import Workspaces
-from megatrain.model import parse_bytes
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(120)]
 

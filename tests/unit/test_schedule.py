@@ -65,11 +65,13 @@ def test_waits_order_all_conflicts_and_none_is_superfluous(program: list[tuple[O
 
 
 def test_any_order_that_respects_waits_respects_conflicts_in_real_programs() -> None:
-    units = [UnitSpec("embedding", 100), *[UnitSpec(f"layers.{i}", 200) for i in range(4)], UnitSpec("head", 90)]
-    tied = [*units[:-1], UnitSpec("head", 10, uses=("embedding",))]
+    layers = [UnitSpec(f"layers.{i}", 200, keeps=i > 2, weights_resident=i == 1) for i in range(4)]
+    units = [UnitSpec("embedding", 100), *layers, UnitSpec("head", 90)]
+    tied = [UnitSpec("embedding", 100, lookup=True, keeps=True, state_resident=True), *layers]
+    tied += [UnitSpec("head", 10, uses=("embedding",))]
     for specs in (units, tied):
         for slots in (1, 2, 6):
-            for policy in (Policy(), Policy(keep_activations=True, sum_dtype_differs=True)):
+            for policy in (Policy(), Policy(sum_dtype_differs=True)):
                 builder, tracker = Builder(specs, slots, policy), WaitTracker()
                 ops: list[tuple[Ticket, Op]] = []
                 edges: dict[Ticket, set[Ticket]] = {}

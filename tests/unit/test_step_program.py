@@ -21,7 +21,7 @@ def name(buffer: Buffer) -> str:
 def printed() -> str:
     """First step of two layers and two micro-batches, two slots, tied head, gradients in bfloat16."""
     units = [
-        UnitSpec("embedding", 200, always_kept=True),
+        UnitSpec("embedding", 200, keeps=True, lookup=True),
         UnitSpec("layer.0", 100),
         UnitSpec("layer.1", 100),
         UnitSpec("head", 1, uses=("embedding",)),

@@ -74,6 +74,15 @@ class Device(ABC):
     def limit(self, nbytes: int | None) -> None:
         """Cap what this process may take of the device, where the device can enforce it."""
 
+    @property
+    @abstractmethod
+    def total_memory(self) -> int:
+        """Bytes of memory that the device has, or that are a sensible share of the host's."""
+
+    @abstractmethod
+    def warm_up(self, dtype: torch.dtype) -> int:
+        """Make libraries take what they keep for good, on the compute lane; returns its bytes of device memory."""
+
     @abstractmethod
     def workspace(self, run: Callable[[], object]) -> int:
         """Peak bytes of device memory that ``run`` takes while it runs, beyond what is allocated before."""

@@ -38,6 +38,13 @@ class HostMemoryDevice(Device):
     def limit(self, nbytes: int | None) -> None:
         """Nothing to do."""
 
+    @property
+    def total_memory(self) -> int:
+        return 8 << 30
+
+    def warm_up(self, dtype: torch.dtype) -> int:
+        return 0
+
     def workspace(self, run: Callable[[], object]) -> int:
         return count_peak(run)
 

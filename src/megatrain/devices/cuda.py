@@ -123,9 +123,23 @@ class CudaDevice(Device):
             )
 
     def limit(self, nbytes: int | None) -> None:
-        total = torch.cuda.get_device_properties(self.torch_device).total_memory
-        share = 1.0 if nbytes is None else min(1.0, (nbytes + CAP_SLACK) / total)
+        taken = torch.cuda.memory_reserved(self.torch_device)
+        share = 1.0 if nbytes is None else min(1.0, (taken + nbytes + CAP_SLACK) / self.total_memory)
         torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
+
+    @property
+    def total_memory(self) -> int:
+        return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
+
+    def warm_up(self, dtype: torch.dtype) -> int:
+        # cuBLAS takes a workspace for each pair of thread and stream: here for this lane's and for autograd's.
+        torch.cuda.synchronize(self.torch_device)
+        before = torch.cuda.memory_allocated(self.torch_device)
+        matrix = torch.ones(64, 64, dtype=dtype, device=self.torch_device, requires_grad=True)
+        torch.autograd.grad((matrix @ matrix).sum(), matrix)
+        del matrix
+        torch.cuda.synchronize(self.torch_device)
+        return torch.cuda.memory_allocated(self.torch_device) - before
 
     def workspace(self, run: Callable[[], object]) -> int:
         torch.cuda.synchronize(self.torch_device)
@@ -150,6 +164,9 @@ class CudaDevice(Device):
     def close(self) -> None:
         self._lanes.close()
         torch.cuda.synchronize(self.torch_device)
+        torch._C._cuda_clearCublasWorkspaces()  # they are kept by stream, and these streams end here
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(1.0, self.torch_device)
 
     def _perform(self, ticket: Ticket, run: Callable[[], None]) -> None:
         lane, index = ticket

@@ -69,6 +69,7 @@ class Engine:
         self._table = Table(self.memory, device.poisons)
         self._tracker = WaitTracker()
         self._operations = Operations(device, store, templates, optimizer, kernel)
+        self._on_compute(self._warm_up, "WARM UP")
         self._allocate()
         rings = self._builder.rings
         self._workspaces = Workspaces(
@@ -167,6 +168,9 @@ class Engine:
             for unit in self._units
             for kind in ("FORWARD", "LOSS", "BACKWARD")
         )
+
+    def _warm_up(self) -> None:
+        self.memory.fixed["libraries"] += self._device.warm_up(self._options.compute_dtype)
 
     def _measure(self, shape: Shape, *, keep: bool) -> None:
         """Measure on the compute lane, whose allocations and streams are the step's.

@@ -18,12 +18,16 @@ _ROWS = 16384
 
 
 class StreamedLinear(nn.Linear):
-    """``input [n, width] @ weight.T``; the weight's gradient goes to ``gradient`` when that is set."""
+    """``input [n, width] @ weight.T``; the weight's gradient goes to ``gradient`` when that is set.
+
+    Still an ``nn.Linear``: by that a model's initialisation knows what to draw.
+    """
 
     def __init__(self, weight: nn.Parameter) -> None:
-        vocabulary, width = weight.shape
-        super().__init__(width, vocabulary, bias=False, device="meta")
-        self.weight = weight
+        nn.Module.__init__(self)  # that of nn.Linear would make and fill another weight
+        self.out_features, self.in_features = weight.shape[0], weight.shape[-1]
+        self.weight = weight  # [vocab, width]
+        self.register_parameter("bias", None)
         self.gradient: torch.Tensor | None = None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
