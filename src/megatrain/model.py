@@ -368,8 +368,8 @@ class Model:
             for start, block in files.read_blocks(name):
                 if not bool(block.isfinite().all()):
                     raise UserError(
-                        f"model: {files.folder}: {name} holds NaN or infinite values, so nothing can be trained from it;"
-                        " take an earlier checkpoint, or download the files again"
+                        f"model: {files.folder}: {name} holds NaN or infinite values, so nothing can be trained from"
+                        " it; take an earlier checkpoint, or download the files again"
                     )
                 self._store.load_master(name, start, block)
                 done += block.numel()
