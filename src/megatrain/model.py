@@ -83,7 +83,8 @@ class Model:
         dropout. ``loss_chunk_tokens`` bounds the tokens whose logits exist at once. ``compile`` compiles the layers
         with torch.compile (default: on CUDA); results then differ in rounding. ``weights_on_device`` and
         ``states_on_device`` keep weights, or all training state, of some units on the device: bytes, a share, or
-        names of units (``"embedding"``, ``"layers.0"`` ..., ``"head"``); an update on a GPU equals the host's to rounding.
+        names of units (``"embedding"``, ``"layers.0"`` ..., ``"head"``); an update on a GPU equals the host's to
+        rounding.
         """
         whole("seed", seed, 0)
         self._optimizer = AdamW() if optimizer is None else optimizer
