@@ -16,6 +16,13 @@ PAD = 4096
 """Units are padded to a multiple of this many elements: whole pages in every section, and even shares for ranks."""
 
 
+PAGE = 4096
+"""Bytes of a page: sections of a slab start at one."""
+
+HUGE_PAGE = 2 << 20
+"""Host mappings are whole huge pages."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
     """One parameter's place in its unit; ``offset`` and ``numel`` count elements."""
@@ -75,6 +82,26 @@ def build_layout(shapes: Mapping[str, tuple[int, ...]], prefix: str = "") -> Lay
         placed.append(Parameter(name=prefix + local, local=local, shape=tuple(shape), offset=offset, numel=numel))
         offset += round_up(numel, ALIGN)
     return Layout(parameters=tuple(placed), numel=round_up(max(offset, 1), PAD))
+
+
+def slab_bytes(numel: int, compute_bytes: int, gradient_bytes: int) -> int:
+    """Bytes of a unit's training state of ``numel`` elements: head, tail, two moments and gradient, on whole pages.
+
+    ``compute_bytes`` and ``gradient_bytes`` are those of an element in the compute and the gradient dtype.
+    """
+    tail = 4 - compute_bytes
+    return sum(round_up(numel * size, PAGE) for size in (compute_bytes, tail, 4, 4, gradient_bytes))
+
+
+def mapping_bytes(nbytes: int) -> int:
+    """Bytes that a host mapping of ``nbytes`` takes: whole huge pages."""
+    return round_up(max(nbytes, 1), HUGE_PAGE)
+
+
+def store_bytes(numels: Iterable[int], compute_bytes: int, gradient_bytes: int) -> int:
+    """Host bytes of the training state of units of these sizes, each in a mapping of its own, and of the results."""
+    slabs = (slab_bytes(numel, compute_bytes, gradient_bytes) for numel in numels)
+    return sum(map(mapping_bytes, (*slabs, PAGE)))
 
 
 def size_classes(sizes: Mapping[str, int]) -> dict[str, int]:

@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from megatrain.devices._pages import PAGE, ask_huge_pages
+from megatrain.devices._pages import ask_huge_pages
 from megatrain.errors import UserError
 from megatrain.kernels import Kernel
-from megatrain.layout import Layout, Parameter, ranges, round_up
+from megatrain.layout import PAGE, Layout, Parameter, mapping_bytes, ranges, round_up, slab_bytes, store_bytes
 
-HUGE_PAGE = 2 << 20
 BLOCK = 1 << 22
 """Elements that are converted at a time: 16 MiB of FP32."""
 
@@ -26,7 +25,7 @@ class Arena:
     """One anonymous mapping, carved into named tensors; freed when the last of them is."""
 
     def __init__(self, nbytes: int, label: str) -> None:
-        self.label, self.nbytes = label, self.bytes_for(nbytes)
+        self.label, self.nbytes = label, mapping_bytes(nbytes)
         try:
             mapping = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
@@ -37,11 +36,6 @@ class Arena:
         self.memory = torch.frombuffer(mapping, dtype=torch.uint8)
         ask_huge_pages(self.memory)
         self._used = 0
-
-    @staticmethod
-    def bytes_for(nbytes: int) -> int:
-        """Bytes that an arena of ``nbytes`` maps: whole huge pages."""
-        return round_up(max(nbytes, 1), HUGE_PAGE)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The next ``numel`` elements, page-aligned and zero."""
@@ -73,10 +67,7 @@ class Slab:
     @staticmethod
     def nbytes(layout: Layout, compute_dtype: torch.dtype, gradient_dtype: torch.dtype) -> int:
         """Bytes of a slab of this layout."""
-        sizes = [compute_dtype.itemsize, 4, 4, gradient_dtype.itemsize] + (
-            [2] if compute_dtype is torch.bfloat16 else []
-        )
-        return sum(round_up(layout.numel * size, PAGE) for size in sizes)
+        return slab_bytes(layout.numel, compute_dtype.itemsize, gradient_dtype.itemsize)
 
 
 class Store:
@@ -124,8 +115,7 @@ class Store:
     @staticmethod
     def bytes_needed(layouts: Iterable[Layout], compute_dtype: torch.dtype, gradient_dtype: torch.dtype) -> int:
         """What `nbytes` of a store for these units will be, before it is made."""
-        sizes = [Slab.nbytes(layout, compute_dtype, gradient_dtype) for layout in layouts]
-        return sum(map(Arena.bytes_for, (*sizes, PAGE)))
+        return store_bytes((layout.numel for layout in layouts), compute_dtype.itemsize, gradient_dtype.itemsize)
 
     def arena(self, nbytes: int, label: str) -> Arena:
         """A new arena that the device can copy from and to fast."""

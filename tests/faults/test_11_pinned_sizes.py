@@ -12,8 +12,8 @@ from _fixtures import tiny_config
 
 from megatrain import Model
 from megatrain.kernels import load
-from megatrain.layout import build_layout
-from megatrain.store import Arena, Store
+from megatrain.layout import build_layout, mapping_bytes
+from megatrain.store import Store
 
 MAP_NORESERVE = 0x4000
 GIB = 1 << 30
@@ -38,7 +38,7 @@ def test_planned_figure_is_what_is_mapped_and_registered(gib: float, monkeypatch
     assert sum(registered) == store.nbytes == needed
     assert 7 * asked <= needed <= 7 * asked * 1.005, "12 bytes a parameter and 2 of the gradient"
     store.close()
-    assert asked <= Arena.bytes_for(asked) <= asked + (2 << 20)
+    assert asked <= mapping_bytes(asked) <= asked + (2 << 20)
 
 
 @pytest.mark.gpu

@@ -13,8 +13,8 @@ import torch
 
 from megatrain.errors import UserError
 from megatrain.kernels import load
-from megatrain.layout import ALIGN, build_layout
-from megatrain.store import BLOCK, HUGE_PAGE, Arena, Slab, Store
+from megatrain.layout import ALIGN, HUGE_PAGE, build_layout, mapping_bytes
+from megatrain.store import BLOCK, Arena, Slab, Store
 
 MAP_NORESERVE = 0x4000
 PAST = (1 << 31) + 70_001
@@ -146,5 +146,5 @@ def test_everything_registered_is_unregistered_also_when_the_system_refuses(monk
 def test_arena_maps_whole_huge_pages() -> None:
     for asked in (1, HUGE_PAGE - 1, HUGE_PAGE, HUGE_PAGE + 1):
         arena = Arena(asked, "test")
-        assert arena.nbytes == Arena.bytes_for(asked) == -(-asked // HUGE_PAGE) * HUGE_PAGE
+        assert arena.nbytes == mapping_bytes(asked) == -(-asked // HUGE_PAGE) * HUGE_PAGE
         assert arena.memory.numel() == arena.nbytes

@@ -8,9 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from megatrain.layout import ranges
+from megatrain.layout import PAGE, ranges
 
-PAGE = 4096
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 _PIECE = 64 << 20
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -14,10 +14,11 @@ from megatrain.devices import Device, Ticket
 from megatrain.engine.batches import HostBatch
 from megatrain.engine.buffers import DeviceMemory, Handles, Table, over_budget
 from megatrain.engine.operations import Operations, Run
+from megatrain.engine.peak import planned_peak
 from megatrain.engine.program import Buffer, Builder, Op, Policy, UnitSpec
 from megatrain.engine.schedule import WaitTracker
 from megatrain.engine.template import Templates
-from megatrain.engine.workspace import Need, Shape, Workspaces, planned_peak
+from megatrain.engine.workspace import Need, Shape, Workspaces
 from megatrain.errors import UserError
 from megatrain.kernels import Kernel
 from megatrain.optimizers import Optimizer

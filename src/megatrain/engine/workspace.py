@@ -6,7 +6,7 @@ by running the unit once, before the first step, on whatever its buffers hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,6 @@ import torch
 from megatrain.devices import Device
 from megatrain.engine.batches import HostBatch
 from megatrain.engine.buffers import _nbytes
-from megatrain.engine.program import Buffer, Op
 from megatrain.engine.template import Batch, Graph, Templates
 from megatrain.models.decoder import Arguments, Unit
 
@@ -187,28 +186,3 @@ class Workspaces:
 
 def _both(forward: Callable[[], tuple[Any, Any, Graph | None]], backward: Callable[[Graph | None], object]) -> object:
     return backward(forward()[2])
-
-
-def planned_peak(
-    ops: Sequence[Op], fixed: int, size: Callable[[Buffer], int], workspace: Callable[[Op], int]
-) -> tuple[int, str]:
-    """Peak device bytes of a program and the operation at which it is reached.
-
-    ``fixed`` bytes are always held; ``size`` gives the bytes of a buffer that comes and goes, ``workspace`` what an
-    operation takes while it runs.
-    """
-    live: dict[Buffer, int] = {}
-    peak, where = fixed, "slots and gradient buffers"
-    held = 0
-    for op in ops:
-        if op.lane != "compute":
-            continue
-        total = fixed + held + workspace(op)
-        if total > peak:
-            peak, where = total, str(op)
-        for buffer in op.writes:
-            held += size(buffer) - live.get(buffer, 0)
-            live[buffer] = size(buffer)
-        for buffer in op.releases:
-            held -= live.pop(buffer, 0)
-    return peak, where

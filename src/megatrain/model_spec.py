@@ -1,0 +1,221 @@
+"""What the planner needs to know of a model, from its config alone: parameters by unit, sizes, FLOPs.
+
+The units and their layouts are those of training: the decoder is built without weights once, and the result is cached
+by config and library version. A known model, or one seen before, needs no torch and takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from megatrain.errors import UserError
+from megatrain.layout import Layout, build_layout
+
+FOLDER = Path(__file__).parent / "known_models"
+_FORM = 1  # of a cached file
+_SIZES = {
+    "width": "hidden_size",
+    "intermediate": "intermediate_size",
+    "heads": "num_attention_heads",
+    "vocabulary": "vocab_size",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitShape:
+    """One unit: its name and layout, whether it reads the embedding's weights (a tied head), what template it has."""
+
+    name: str
+    layout: Layout
+    structure: int
+    uses: tuple[str, ...]
+    lookup: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A uniform decoder without its weights. Sizes in elements, FLOPs of multiply and add."""
+
+    name: str
+    units: tuple[UnitShape, ...]
+    width: int
+    intermediate: int
+    heads: int
+    key_value_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool
+
+    @property
+    def parameters(self) -> int:
+        """All parameters; a tied matrix counts once."""
+        return sum(unit.layout.num_parameters for unit in self.units)
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers."""
+        return len(self.units) - 2
+
+    def matrix_flops(self, unit: UnitShape) -> float:
+        """Forward FLOPs per token of a unit's matrix products; the head counts the embedding's matrix when tied."""
+        if unit is self.units[0]:
+            return 0.0
+        if unit is self.units[-1]:
+            return 2.0 * self.width * self.vocabulary
+        return 2.0 * sum(p.numel for p in unit.layout.parameters if len(p.shape) >= 2)
+
+    def attention_flops(self, seq_len: int) -> float:
+        """Forward FLOPs per token of one layer's attention products in a sequence of ``seq_len``, causal."""
+        return 2.0 * (seq_len + 1) * self.heads * self.head_dim
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """FLOPs of forward and backward, without recompute."""
+        matrices = sum(self.matrix_flops(unit) for unit in self.units)
+        return 3 * (matrices + self.layers * self.attention_flops(seq_len))
+
+    @property
+    def kept_elements(self) -> int:
+        """Per token, what autograd saves of one layer besides its input, in elements of the compute dtype.
+
+        Gate, up and their product; queries, keys and values before and after rotation; the attention's output; both
+        norms' outputs; the hidden state between the halves.
+        """
+        queries, keys = self.heads * self.head_dim, self.key_value_heads * self.head_dim
+        return 3 * self.intermediate + 3 * queries + 3 * keys + 3 * self.width
+
+    @property
+    def workspace_elements(self) -> int:
+        """Per token, what one layer's recompute and backward take at their peak, in elements of the compute dtype."""
+        return self.kept_elements + self.intermediate + self.width
+
+
+def known_models() -> list[str]:
+    """Names of the models whose specs ship with MegaTrain."""
+    return sorted(file.stem for file in FOLDER.glob("*.json"))
+
+
+def load_model_spec(model: str, notice: Callable[[str], None] = lambda line: None) -> ModelSpec:
+    """The spec of a known name, a ``config.json``, or a folder that holds one.
+
+    ``notice`` gets one line when the model must be built without weights, which takes seconds. Raises `UserError` for
+    an unknown name, a config that cannot be read, and a model that cannot be streamed.
+    """
+    known = {name.lower(): name for name in known_models()}
+    if model.lower() in known:
+        name = known[model.lower()]
+        return spec_from_data(name, json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))["spec"])
+    path = Path(model).expanduser()
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        near = get_close_matches(model.lower().rpartition("/")[2], known, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise UserError(
+            f"model: {model!r} is neither a known model nor a config.json, nor a folder with one\n"
+            f"  fix:   {hint}known models are {', '.join(sorted(known))}"
+        )
+    return _of_config(_read(file), path.name if path.is_dir() else file.parent.resolve().name, file, notice)
+
+
+def spec_data(config: dict[str, Any]) -> dict[str, Any]:
+    """A model's spec as JSON data, by building it without weights. Imports torch and transformers; takes seconds."""
+    import torch
+    from transformers import AutoConfig
+
+    from megatrain.models.decoder import Decoder
+
+    kind = config.get("model_type")
+    try:
+        built = AutoConfig.for_model(**config)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"model: config.json: model_type {kind!r}: {' '.join(str(error).split())[:200]}") from None
+    decoder = Decoder(built, dtype=torch.bfloat16, device=torch.device("cpu"))
+    text = decoder.config.get_text_config()
+    structures: dict[str, dict[str, list[int]]] = {}
+    for unit in decoder.units:
+        shapes = {p.local: list(p.shape) for p in unit.layout.parameters}
+        if unit.structure >= 0 and any(len(shape) > 2 for shape in shapes.values()):
+            raise UserError(f"model: type {kind!r} is a mixture of experts, which cannot be planned yet")
+        structures.setdefault(str(unit.structure), shapes)
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return {
+        "structures": structures,
+        "units": [[u.name, u.structure, _prefix(u.layout), list(u.uses), u.cheap_graph] for u in decoder.units],
+        "key_value_heads": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        "head_dim": head_dim,
+        "tied": bool(decoder.units[-1].uses),
+        **{ours: int(getattr(text, theirs)) for ours, theirs in _SIZES.items()},
+    }
+
+
+def spec_from_data(name: str, data: dict[str, Any]) -> ModelSpec:
+    """The spec that `spec_data` describes."""
+    shapes = {
+        int(structure): {local: tuple(shape) for local, shape in parameters.items()}
+        for structure, parameters in data["structures"].items()
+    }
+    units = tuple(
+        UnitShape(
+            name=unit,
+            layout=build_layout(shapes[structure], prefix),
+            structure=structure,
+            uses=tuple(uses),
+            lookup=lookup,
+        )
+        for unit, structure, prefix, uses, lookup in data["units"]
+    )
+    sizes = {key: data[key] for key in (*_SIZES, "key_value_heads", "head_dim", "tied")}
+    return ModelSpec(name=name, units=units, **sizes)
+
+
+def _prefix(layout: Layout) -> str:
+    first = next(iter(layout.parameters), None)
+    return "" if first is None else first.name.removesuffix(first.local)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"model: {file}: cannot be read as JSON ({error})\n  fix:   correct or fetch it again"
+        ) from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise UserError(f"model: {file}: has no model_type\n  fix:   give the config.json of a transformers model")
+    return config
+
+
+def _of_config(config: dict[str, Any], name: str, file: Path, notice: Callable[[str], None]) -> ModelSpec:
+    version = metadata.version("transformers")
+    key = hashlib.sha256(json.dumps([_FORM, version, config], sort_keys=True).encode()).hexdigest()[:32]
+    cached = _cache_folder() / f"{key}.json"
+    try:
+        return spec_from_data(name, json.loads(cached.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError):  # not there, or damaged: make it again
+        pass
+    notice(f"model   building {file} without weights, once (transformers {version})")
+    data = spec_data(config)
+    _write(cached, json.dumps(data))
+    return spec_from_data(name, data)
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatrain" / "models"
+
+
+def _write(file: Path, text: str) -> None:
+    """Whole or not at all; a cache that cannot be written is no reason to stop."""
+    part = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(text, encoding="utf-8")
+        part.replace(file)
+    except OSError:
+        part.unlink(missing_ok=True)

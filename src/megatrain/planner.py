@@ -1,0 +1,224 @@
+"""Says before a run what fits, how fast it is, and what to change when it does not fit. No torch.
+
+`plan` answers with a frozen `Plan`, or refuses with the bytes that are missing and ways out that were planned
+themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from megatrain.checks import readable_bytes
+from megatrain.errors import UserError
+from megatrain.layout import slab_bytes
+from megatrain.machines import MachineSpec, known_machines, load_machine
+from megatrain.model_spec import ModelSpec, known_models, load_model_spec
+from megatrain.search import DEVICE_MARGIN, HOST_MARGIN, Candidate, Request, Search, Shortage
+
+_SAVE_BYTES = 12  # a parameter: FP32 master and two FP32 moments
+_EXPORT_BYTES = 2  # a parameter: the exported model in bfloat16
+_WAYS_OUT = 3
+_SHORTEST = 128  # tokens of a sequence that a way out proposes
+_LANES = ("compute", "h2d", "d2h", "optimizer")
+_NAMES = {
+    "compute": "GPU arithmetic",
+    "h2d": "link to the GPU",
+    "d2h": "link from the GPU",
+    "optimizer": "CPU optimizer",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One placement that fits, as overrides, and its predicted seconds a step."""
+
+    overrides: tuple[str, ...]
+    seconds: float
+    device_peak: int
+    host_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The fastest placement that fits. Bytes by label; rates and seconds are predictions."""
+
+    model: str
+    machine: str
+    parameters: int
+    request: Request
+    micro_batches: int
+    clipping: str
+    """`deferred`: as if every step were clipped; `speculative`: as if none were."""
+    overrides: tuple[str, ...]
+    device_bytes: dict[str, int]
+    host_bytes: dict[str, int]
+    disk_bytes: dict[str, int]
+    device_limit: int
+    host_limit: int
+    peak_at: str
+    seconds: float
+    tokens_per_second: float
+    tflops_6n: float
+    tflops_causal: float
+    limited_by: str
+    busy: dict[str, float]
+    """Share of the step in which each lane works."""
+    hidden: dict[str, float]
+    """Share of each other lane's work that runs under arithmetic."""
+    next_best: tuple[Option, ...]
+
+    @property
+    def device_peak(self) -> int:
+        """Device bytes at the peak."""
+        return sum(self.device_bytes.values())
+
+    @property
+    def host_total(self) -> int:
+        """Host bytes of training state."""
+        return sum(self.host_bytes.values())
+
+
+def plan(model: ModelSpec, machine: MachineSpec, request: Request) -> Plan:
+    """The fastest placement that fits; raises `UserError` with what is missing and up to three ways out."""
+    search = Search(model, machine, request)
+    found = search.best()
+    if found:
+        return _plan(search, found)
+    raise UserError(_refusal(model, machine, request, search.shortage()))
+
+
+def _plan(search: Search, found: list[Candidate]) -> Plan:
+    best, request, model = found[0], search.request, search.model
+    timeline = best.timeline
+    tokens = request.rows * request.seq_len
+    busy = {lane: timeline.busy(lane) for lane in _LANES}
+    return Plan(
+        model=model.name,
+        machine=search.machine.name,
+        parameters=model.parameters,
+        request=request,
+        micro_batches=best.choice.micro_batches,
+        clipping=_mode(best),
+        overrides=_overrides(search, best),
+        device_bytes=best.device_bytes,
+        host_bytes=best.host_bytes,
+        disk_bytes={
+            "each save": model.parameters * _SAVE_BYTES,
+            "exported model (bfloat16)": model.parameters * _EXPORT_BYTES,
+        },
+        device_limit=search.device_limit,
+        host_limit=search.host_limit,
+        peak_at=best.peak_at,
+        seconds=timeline.seconds,
+        tokens_per_second=tokens / timeline.seconds,
+        tflops_6n=6 * model.parameters * tokens / timeline.seconds / 1e12,
+        tflops_causal=model.flops_per_token(request.seq_len) * tokens / timeline.seconds / 1e12,
+        limited_by=_NAMES[max(busy, key=lambda lane: busy[lane])],
+        busy={lane: seconds / timeline.seconds for lane, seconds in busy.items()},
+        hidden={lane: timeline.hidden(lane) / busy[lane] for lane in _LANES[1:] if busy[lane]},
+        next_best=tuple(
+            Option(
+                overrides=_overrides(search, other),
+                seconds=other.timeline.seconds,
+                device_peak=sum(other.device_bytes.values()),
+                host_bytes=sum(other.host_bytes.values()),
+            )
+            for other in found[1:]
+        ),
+    )
+
+
+def _mode(candidate: Candidate) -> str:
+    return "speculative" if candidate.choice.speculative else "deferred"
+
+
+def _overrides(search: Search, candidate: Candidate) -> tuple[str, ...]:
+    """What to write behind ``megatrain train run.yaml`` to get this candidate."""
+    choice, request = candidate.choice, search.request
+    work = search.costs(choice.micro_batches).workload
+    numels = [unit.layout.numel for unit in search.model.units[: choice.states]]
+    state = sum(slab_bytes(numel, work.compute_bytes, work.gradient_bytes) for numel in numels)
+    layers = search.model.layers
+    share = -(-choice.kept * 10_000 // layers) / 100  # rounded up: a share takes whole layers from below
+    kept = {0: "recompute", layers: "keep"}.get(choice.kept, f"{share:g}%")
+    return (
+        f"train.batch_size={request.rows}",
+        f"train.micro_batch_size={request.rows // choice.micro_batches}",
+        f"placement.slots={choice.slots}",
+        f"placement.states={state // 1024}KiB" if state else "placement.states=null",
+        f"compute.activations={kept}",
+        f"optim.clipping={_mode(candidate)}",
+    )
+
+
+def _refusal(model: ModelSpec, machine: MachineSpec, request: Request, short: Shortage) -> str:
+    lines = [f"plan: {model.name} does not fit {machine.name} at {request.rows} x {request.seq_len} tokens a step"]
+    if short.device_missing:
+        lines.append(
+            _missing("GPU memory", short.device_missing, short.device_need, DEVICE_MARGIN, f" at {short.where}")
+        )
+    if short.host_missing:
+        lines.append(_missing("host memory", short.host_missing, short.host_need, HOST_MARGIN))
+    ways = [f"  fix:     {way}" for way in islice(_ways_out(model, machine, request), _WAYS_OUT)]
+    return "\n".join(
+        [*lines, *(ways or ["  fix:     a smaller model: no known machine and no smaller step is enough"])]
+    )
+
+
+def _missing(what: str, missing: int, need: int, margin: float, where: str = "") -> str:
+    return (
+        f"  missing: {readable_bytes(missing)} of {what} ({missing} bytes): the least need is"
+        f" {readable_bytes(need)}{where}, and {margin:.0%} stay free"
+    )
+
+
+def _ways_out(model: ModelSpec, machine: MachineSpec, request: Request) -> Iterator[str]:
+    """Changes that were planned and fit, those that cost least first, each as what to paste and what it gives."""
+    for kind in _changes(request, machine):
+        for text, changed in kind:
+            found = Search(model, machine, changed).best()
+            if found:
+                yield _way(text, found[0], changed)
+                break
+    unlimited = replace(request, device_memory=None, host_memory=None)
+    for other in _larger_machines(machine):
+        found = Search(model, other, unlimited).best()
+        if found:
+            yield _way(f"--machine {other.name}", found[0], request)
+            break
+    smaller = [spec for spec in map(load_model_spec, known_models()) if spec.parameters < model.parameters]
+    for spec in sorted(smaller, key=lambda spec: -spec.parameters):
+        found = Search(spec, machine, request).best()
+        if found:
+            yield _way(f"--model {spec.name}", found[0], request)
+            break
+
+
+def _changes(request: Request, machine: MachineSpec) -> Iterator[list[tuple[str, Request]]]:
+    """For each kind of change, overrides and what they make of the request, the mildest first."""
+    if request.compute_dtype == "float32":
+        yield [("compute.dtype=bfloat16", replace(request, compute_dtype="bfloat16", gradient_dtype=None))]
+    elif request.gradient_dtype == "float32":
+        yield [("compute.gradient_dtype=bfloat16", replace(request, gradient_dtype="bfloat16"))]
+    if request.device_memory is not None and request.device_memory < machine.gpu_memory:
+        yield [(f"placement.device_memory={machine.gpu_memory >> 20}MiB", replace(request, device_memory=None))]
+    if request.host_memory is not None and request.host_memory < machine.host_memory:
+        yield [(f"placement.host_memory={machine.host_memory >> 20}MiB", replace(request, host_memory=None))]
+    fewer = [request.rows >> i for i in range(1, request.rows.bit_length())]
+    yield [(f"train.batch_size={rows}", replace(request, rows=rows)) for rows in fewer]
+    lengths = [request.seq_len >> i for i in range(1, request.seq_len.bit_length())]
+    yield [(f"data.max_seq_len={n}", replace(request, seq_len=n)) for n in lengths if n >= _SHORTEST]
+
+
+def _larger_machines(machine: MachineSpec) -> list[MachineSpec]:
+    """Known machines with more host or GPU memory: the same GPU first, then by host memory."""
+    others = [spec for spec in map(load_machine, known_machines()) if spec.name != machine.name]
+    larger = [o for o in others if o.host_memory > machine.host_memory or o.gpu_memory > machine.gpu_memory]
+    return sorted(larger, key=lambda o: (o.gpu != machine.gpu, o.host_memory))
+
+
+def _way(text: str, candidate: Candidate, request: Request) -> str:
+    seconds = candidate.timeline.seconds
+    return f"{text:40} {seconds:.2f} s a step, {request.rows * request.seq_len / seconds:,.0f} tokens/s"
