@@ -25,7 +25,7 @@ LAYERS = [
     {"assembly", "results"},
     {"model"},
     {"trainer", "preflight", "run_folder"},
-    {"config_file", "doctor", "dry_run", "export_save", "generate"},
+    {"config_file", "doctor", "dry_run", "plan_report", "export_save", "generate"},
     {"cli"},
     {"__main__"},
 ]

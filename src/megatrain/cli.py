@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 HELP = """\
 Full-precision training of models larger than your GPU.
 Start here:  megatrain doctor                what this machine can train
+             megatrain plan run.yaml --machine h200-128gb
              megatrain train run.yaml --dry-run
              megatrain train run.yaml [key=value ...]
 """
@@ -145,6 +147,45 @@ def doctor() -> None:
         print(f"verdict {verdict(machine, findings)}")
         if any(f.blocks for f in findings):
             raise typer.Exit(1)
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def plan(
+    words: Annotated[list[str] | None, typer.Argument(metavar="[FILE] [key=value ...]", show_default=False)] = None,
+    model: Annotated[str | None, typer.Option(help="A config.json, a model's folder, or a known name.")] = None,
+    machine: Annotated[str, typer.Option(help="A known machine, or a file that describes one.")] = "unnamed",
+    tokens_per_step: Annotated[int | None, typer.Option(min=1, help="Default: train.batch_size sequences.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Default: data.max_seq_len, or 4096.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Length of the run whose time is told.")] = 1_000_000_000,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object in place of the tables.")] = False,
+) -> None:
+    """Say what fits on a machine, how fast it is, and what to set. Needs no GPU."""
+    with _reported():
+        import json
+
+        from megatrain.machines import load_machine
+        from megatrain.model_spec import load_model_spec
+        from megatrain.plan_report import as_data, make_request, report
+        from megatrain.planner import plan as make_plan
+
+        config = None
+        if words:
+            from megatrain.config_file import load_config
+
+            config = load_config(*_file_and_overrides(words))
+        name = model or (config.model.name_or_path if config else "")
+        if not name:
+            raise UserError("--model: missing\n  fix:   give a config.json, a folder or a known name, or a run.yaml")
+        where = load_machine(machine)
+        request = make_request(config, tokens_per_step, seq_len)
+        notice = partial(print, file=sys.stderr, flush=True)
+        found = make_plan(load_model_spec(name, notice), where, request, run_file=config is not None)
+        if as_json:
+            print(json.dumps(as_data(found)))
+            return
+        print(f"megatrain {__version__}")
+        for line in report(found, tokens):
+            print(line)
 
 
 def _file_and_overrides(words: list[str]) -> tuple[str | None, list[str]]:

@@ -20,6 +20,7 @@ from megatrain.errors import UserError
 from megatrain.layout import Layout, build_layout
 
 FOLDER = Path(__file__).parent / "known_models"
+_OWNERS = ("qwen", "meta-llama", "mistralai", "huggingfacetb")  # of the known models on the hub
 _FORM = 1  # of a cached file
 _SIZES = {
     "width": "hidden_size",
@@ -103,14 +104,15 @@ def known_models() -> list[str]:
 
 
 def load_model_spec(model: str, notice: Callable[[str], None] = lambda line: None) -> ModelSpec:
-    """The spec of a known name, a ``config.json``, or a folder that holds one.
+    """The spec of a known name (``qwen3-4b`` or ``Qwen/Qwen3-4B``), a ``config.json``, or a folder that holds one.
 
     ``notice`` gets one line when the model must be built without weights, which takes seconds. Raises `UserError` for
     an unknown name, a config that cannot be read, and a model that cannot be streamed.
     """
     known = {name.lower(): name for name in known_models()}
-    if model.lower() in known:
-        name = known[model.lower()]
+    owner, _, short = model.lower().rpartition("/")
+    if short in known and (not owner or owner in _OWNERS):
+        name = known[short]
         return spec_from_data(name, json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))["spec"])
     path = Path(model).expanduser()
     file = path / "config.json" if path.is_dir() else path

@@ -15,7 +15,7 @@ from megatrain.errors import UserError
 from megatrain.layout import slab_bytes
 from megatrain.machines import MachineSpec, known_machines, load_machine
 from megatrain.model_spec import ModelSpec, known_models, load_model_spec
-from megatrain.search import DEVICE_MARGIN, HOST_MARGIN, Candidate, Request, Search, Shortage
+from megatrain.search import DEVICE_MARGIN, HOST_MARGIN, Candidate, Request, Search
 
 _SAVE_BYTES = 12  # a parameter: FP32 master and two FP32 moments
 _EXPORT_BYTES = 2  # a parameter: the exported model in bfloat16
@@ -80,13 +80,16 @@ class Plan:
         return sum(self.host_bytes.values())
 
 
-def plan(model: ModelSpec, machine: MachineSpec, request: Request) -> Plan:
-    """The fastest placement that fits; raises `UserError` with what is missing and up to three ways out."""
+def plan(model: ModelSpec, machine: MachineSpec, request: Request, *, run_file: bool = True) -> Plan:
+    """The fastest placement that fits; raises `UserError` with what is missing and up to three ways out.
+
+    Ways out are overrides of a ``run_file``, or else options of ``megatrain plan``.
+    """
     search = Search(model, machine, request)
     found = search.best()
     if found:
         return _plan(search, found)
-    raise UserError(_refusal(model, machine, request, search.shortage()))
+    raise UserError(_refusal(search, run_file))
 
 
 def _plan(search: Search, found: list[Candidate]) -> Plan:
@@ -153,7 +156,8 @@ def _overrides(search: Search, candidate: Candidate) -> tuple[str, ...]:
     )
 
 
-def _refusal(model: ModelSpec, machine: MachineSpec, request: Request, short: Shortage) -> str:
+def _refusal(search: Search, run_file: bool) -> str:
+    model, machine, request, short = search.model, search.machine, search.request, search.shortage()
     lines = [f"plan: {model.name} does not fit {machine.name} at {request.rows} x {request.seq_len} tokens a step"]
     if short.device_missing:
         lines.append(
@@ -161,7 +165,7 @@ def _refusal(model: ModelSpec, machine: MachineSpec, request: Request, short: Sh
         )
     if short.host_missing:
         lines.append(_missing("host memory", short.host_missing, short.host_need, HOST_MARGIN))
-    ways = [f"  fix:     {way}" for way in islice(_ways_out(model, machine, request), _WAYS_OUT)]
+    ways = [f"  fix:     {way}" for way in islice(_ways_out(model, machine, request, run_file), _WAYS_OUT)]
     return "\n".join(
         [*lines, *(ways or ["  fix:     a smaller model: no known machine and no smaller step is enough"])]
     )
@@ -174,9 +178,9 @@ def _missing(what: str, missing: int, need: int, margin: float, where: str = "")
     )
 
 
-def _ways_out(model: ModelSpec, machine: MachineSpec, request: Request) -> Iterator[str]:
+def _ways_out(model: ModelSpec, machine: MachineSpec, request: Request, run_file: bool) -> Iterator[str]:
     """Changes that were planned and fit, those that cost least first, each as what to paste and what it gives."""
-    for kind in _changes(request, machine):
+    for kind in _changes(request, machine, run_file):
         for text, changed in kind:
             found = Search(model, machine, changed).best()
             if found:
@@ -196,7 +200,7 @@ def _ways_out(model: ModelSpec, machine: MachineSpec, request: Request) -> Itera
             break
 
 
-def _changes(request: Request, machine: MachineSpec) -> Iterator[list[tuple[str, Request]]]:
+def _changes(request: Request, machine: MachineSpec, run_file: bool) -> Iterator[list[tuple[str, Request]]]:
     """For each kind of change, overrides and what they make of the request, the mildest first."""
     if request.compute_dtype == "float32":
         yield [("compute.dtype=bfloat16", replace(request, compute_dtype="bfloat16", gradient_dtype=None))]
@@ -206,10 +210,18 @@ def _changes(request: Request, machine: MachineSpec) -> Iterator[list[tuple[str,
         yield [(f"placement.device_memory={machine.gpu_memory >> 20}MiB", replace(request, device_memory=None))]
     if request.host_memory is not None and request.host_memory < machine.host_memory:
         yield [(f"placement.host_memory={machine.host_memory >> 20}MiB", replace(request, host_memory=None))]
-    fewer = [request.rows >> i for i in range(1, request.rows.bit_length())]
-    yield [(f"train.batch_size={rows}", replace(request, rows=rows)) for rows in fewer]
-    lengths = [request.seq_len >> i for i in range(1, request.seq_len.bit_length())]
-    yield [(f"data.max_seq_len={n}", replace(request, seq_len=n)) for n in lengths if n >= _SHORTEST]
+    fewer = [replace(request, rows=request.rows >> i) for i in range(1, request.rows.bit_length())]
+    shorter = [replace(request, seq_len=request.seq_len >> i) for i in range(1, request.seq_len.bit_length())]
+    if run_file:
+        yield [(f"train.batch_size={r.rows}", r) for r in fewer]
+        yield [(f"data.max_seq_len={r.seq_len}", r) for r in shorter if r.seq_len >= _SHORTEST]
+    else:
+        yield [(_step_option(r), r) for r in fewer]
+        yield [(f"{_step_option(r)} --seq-len {r.seq_len}", r) for r in shorter if r.seq_len >= _SHORTEST]
+
+
+def _step_option(request: Request) -> str:
+    return f"--tokens-per-step {request.rows * request.seq_len}"
 
 
 def _larger_machines(machine: MachineSpec) -> list[MachineSpec]:

@@ -70,7 +70,7 @@ def load_machine(name_or_file: str) -> MachineSpec:
         near = get_close_matches(name_or_file, known, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise UserError(
-            f"machine: {name_or_file!r} is neither a known machine nor a file\n"
+            f"--machine: {name_or_file!r} is neither a known machine nor a file\n"
             f"  fix:   {hint}known machines are {', '.join(known)}; or give a JSON file of the same form"
         )
     try:

@@ -1,0 +1,100 @@
+"""A plan as the command line shows it: bytes by label, the prediction, what to set, and what came next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from megatrain.config import RunConfig, parse_bytes
+from megatrain.errors import UserError
+from megatrain.loggers._screens import count, disk_size, duration, size
+from megatrain.planner import Option, Plan
+from megatrain.search import DEVICE_MARGIN, HOST_MARGIN, PROCESS_BYTES, Request
+
+DEFAULT_SEQ_LEN = 4096
+_LANES = {"compute": "GPU arithmetic", "h2d": "host to GPU", "d2h": "GPU to host", "optimizer": "CPU optimizer"}
+
+
+def make_request(config: RunConfig | None, tokens_per_step: int | None, seq_len: int | None) -> Request:
+    """The request of a run's config, or of the command line alone; options of the command line go first.
+
+    Raises `UserError` when neither gives the size of a step, or tokens are no whole number of sequences.
+    """
+    length = seq_len or (config.data.max_seq_len if config else None) or DEFAULT_SEQ_LEN
+    if tokens_per_step is not None and tokens_per_step % length:
+        raise UserError(
+            f"--tokens-per-step: {tokens_per_step} is no multiple of the sequence length {length}\n"
+            f"  fix:   --tokens-per-step {max(1, tokens_per_step // length) * length}"
+        )
+    if config is None:
+        if tokens_per_step is None:
+            raise UserError("--tokens-per-step: missing\n  fix:   give it, or a run.yaml with train.batch_size")
+        return Request(rows=tokens_per_step // length, seq_len=length)
+    if config.placement.device == "cpu":
+        raise UserError("placement.device: cpu cannot be planned, only a GPU\n  fix:   placement.device=cuda")
+    return Request(
+        rows=tokens_per_step // length if tokens_per_step else config.train.batch_size,
+        seq_len=length,
+        clipping=config.optim.clipping,
+        compute_dtype=config.compute.dtype or "bfloat16",
+        gradient_dtype=config.compute.gradient_dtype,
+        device_memory=parse_bytes("placement.device_memory", config.placement.device_memory),
+        host_memory=parse_bytes("placement.host_memory", config.placement.host_memory),
+    )
+
+
+def report(plan: Plan, tokens: int) -> Iterator[str]:
+    """The lines of a plan; ``tokens``: length of the training run whose time is told."""
+    request = plan.request
+    yield (
+        f"plan    {plan.model} on {plan.machine} · {count(plan.parameters)} parameters · {request.rows} x"
+        f" {request.seq_len:,} = {request.rows * request.seq_len:,} tokens a step in {plan.micro_batches}"
+        f" micro-batch{'es' * (plan.micro_batches > 1)}"
+    )
+    yield f"        {request.compute_dtype} compute, FP32 masters; the input of every layer is stored"
+    yield f"        {_clipping(plan)}"
+    yield from _table("GPU memory", plan.device_bytes)
+    yield f"  {'total':34} {size(plan.device_peak):>10} of {size(plan.device_limit)}, {DEVICE_MARGIN:.0%} left free"
+    yield f"  peak at {plan.peak_at}"
+    yield from _table("host memory", plan.host_bytes)
+    left = f"{HOST_MARGIN:.0%} and {size(PROCESS_BYTES)} left free"
+    yield f"  {'total':34} {size(plan.host_total):>10} of {size(plan.host_limit)}, {left}"
+    yield "disk"
+    yield from (f"  {label:34} {disk_size(nbytes):>10}" for label, nbytes in plan.disk_bytes.items())
+    yield (
+        f"predicted  {plan.seconds:.2f} s a step · {plan.tokens_per_second:,.0f} tokens/s ·"
+        f" {plan.tflops_6n:.0f} TFLOP/s (6N), {plan.tflops_causal:.0f} with causal attention · limited by {plan.limited_by}"
+    )
+    for lane, share in plan.busy.items():
+        hidden = f", {plan.hidden[lane]:.0%} of that under arithmetic" if lane in plan.hidden else ""
+        yield f"  {_LANES[lane]:34} {share:>10.0%} of the step{hidden}"
+    yield f"  {count(tokens) + ' tokens':34} {duration(tokens / plan.tokens_per_second):>10}"
+    yield "set"
+    yield "  " + " ".join(plan.overrides)
+    yield from (f"next    {_next(plan, other)}" for other in plan.next_best)
+
+
+def as_data(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON data, with the totals."""
+    return {**asdict(plan), "device_peak": plan.device_peak, "host_total": plan.host_total}
+
+
+def _table(title: str, labels: dict[str, int]) -> Iterator[str]:
+    yield title
+    yield from (f"  {label:34} {size(nbytes):>10}" for label, nbytes in labels.items())
+
+
+def _clipping(plan: Plan) -> str:
+    gradient = 4 if (plan.request.gradient_dtype or plan.request.compute_dtype) == "float32" else 2
+    kept = f"gradients stay until the norm is known: {12 + gradient} bytes a parameter"
+    return f"{plan.clipping} clipping{', no step clipped' * (plan.clipping == 'speculative')}; {kept}"
+
+
+def _next(plan: Plan, other: Option) -> str:
+    """How another placement differs and what that costs."""
+    different = [o for o, best in zip(other.overrides, plan.overrides, strict=True) if o != best]
+    return (
+        f"{other.seconds:.2f} s (+{other.seconds / plan.seconds - 1:.1%}), GPU {size(other.device_peak)}, host"
+        f" {size(other.host_bytes)}: {' '.join(different)}"
+    )
