@@ -23,7 +23,7 @@ LAYERS = [
     {"store", "model_files", "planner", "export"},
     {"engine", "checkpoint"},
     {"model"},
-    {"trainer", "preflight", "run_folder"},
+    {"trainer", "preflight", "resume", "run_folder"},
     {"config_file", "doctor", "dry_run", "export_save", "generate"},
     {"cli"},
     {"__main__"},
