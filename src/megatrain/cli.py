@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
@@ -93,7 +94,7 @@ def _train(config: RunConfig, resolved: str, started: float, dry_run: bool, repo
         if dry_run:
             from megatrain.dry_run import describe
 
-            for line in describe(prepared, resolved):
+            for line in describe(prepared):
                 console.note(line)
             return
         run.claim(config.checkpoint.resume)
@@ -173,7 +174,13 @@ def _console(every: int = 1) -> Iterator[ConsoleLogger]:
 
     from megatrain.loggers.console import ConsoleLogger
 
-    console = ConsoleLogger(Console(highlight=False), every)
+    class Output(Console):
+        """Tells the caller that the reader has gone, where rich would end the thread that happens to print."""
+
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError(errno.EPIPE, "the reader of the output has gone")
+
+    console = ConsoleLogger(Output(highlight=False), every)
     try:
         yield console
     finally:
@@ -214,9 +221,7 @@ def _check_working_folder() -> None:
     try:
         Path.cwd()
     except FileNotFoundError:
-        raise UserError(
-            "the folder that you are in no longer exists\n  fix:   cd to one that does"
-        ) from None
+        raise UserError("the folder that you are in no longer exists\n  fix:   cd to one that does") from None
 
 
 def _left(run: RunFolder | None) -> str:

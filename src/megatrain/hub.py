@@ -104,7 +104,8 @@ def _download(name: str, revision: str | None, trust_remote_code: bool, progress
     if constants.HF_HUB_OFFLINE:
         raise UserError(
             f"{page}: no complete copy in the cache, and HF_HUB_OFFLINE is set\n"
-            f"  found: {constants.HF_HUB_CACHE}\n  fix:   unset HF_HUB_OFFLINE and run: hf download {name}{_not_here(name)}"
+            f"  found: {constants.HF_HUB_CACHE}\n"
+            f"  fix:   unset HF_HUB_OFFLINE and run: hf download {name}{_not_here(name)}"
         )
     try:
         return Path(

@@ -182,7 +182,8 @@ def _tokenizer(folder: Path, trust_remote_code: bool) -> Any:
     except Exception as e:  # the tokenizers library raises nothing narrower
         raise UserError(
             f"model.name_or_path: {folder}: the tokenizer cannot be read: {' '.join(str(e).split())[:200]}\n"
-            "  fix:   fetch the tokenizer files (tokenizer.json, tokenizer_config.json, special_tokens_map.json) of the model again"
+            "  fix:   fetch the model's tokenizer files again (tokenizer.json, tokenizer_config.json,\n"
+            "         special_tokens_map.json)"
         ) from None
 
 

@@ -25,6 +25,12 @@ def find_save(resume: str, saves: Path, console: Logger, damaged: list[Path]) ->
     if resume == "no":
         return None
     if resume != "auto":
+        newest = latest_complete(saves)[0]
+        if newest is not None and Path(resume).name < newest.name:  # step-... with leading zeros
+            raise UserError(
+                f"checkpoint.resume: {resume} is older than {newest}, and saves are not overwritten\n"
+                "  fix:   name a new output_dir, or move the later saves away"
+            )
         return Path(resume)
     save, passed_over = latest_complete(saves, damaged)
     for path, reason in passed_over:
@@ -54,6 +60,11 @@ def check_resume(prepared: Prepared, extra: dict[str, Any]) -> list[str]:
     ``extra`` is what the trainer put into the save. Raises :class:`UserError`, naming option, both values and the way
     out, where the run could not go on as the same one.
     """
+    if "step" not in extra:
+        raise UserError(
+            "checkpoint.resume: the save was written by Model.save_state, without the position in the data\n"
+            "  fix:   name a save of megatrain train, or go on with Model.load_state"
+        )
     # A save from before options were kept has none: then only the rows themselves are compared.
     before, now = extra.get("options", {}), flat_options(prepared.config)
     changed = {name: (before[name], now[name]) for name in now if name in before and before[name] != now[name]}

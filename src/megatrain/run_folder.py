@@ -151,8 +151,7 @@ class RunFolder:
     def _unwritable(self, error: OSError) -> UserError:
         self.abandon()
         return UserError(
-            f"output_dir: {self.path} cannot be written: {error.strerror}\n"
-            "  fix:   name a folder that you may write to"
+            f"output_dir: {self.path} cannot be written: {error.strerror}\n  fix:   name a folder that you may write to"
         )
 
     def abandon(self) -> None:

@@ -32,8 +32,8 @@ def test_phase_and_percent_are_printed_while_nothing_else_is() -> None:
     time.sleep(0.35)
     logger.close()
     lines = out.getvalue().splitlines()
-    assert sum(line.startswith("loading · 43 % · ") for line in lines) >= 2
-    assert sum(line.startswith("step 3 of 8 · 25 % · ") for line in lines) >= 2
+    assert sum(line.startswith("        loading · 43 % · ") for line in lines) >= 2
+    assert sum(line.startswith("        step 3 of 8 · 25 % · ") for line in lines) >= 2
     assert "\x1b" not in out.getvalue()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -124,6 +125,7 @@ REFUSED = {
     "another limit": (["data.max_seq_len=100"], ["data.train: not the rows", "data.max_seq_len null -> 100"]),
     "too short": (["train.max_steps=2"], ["train.max_steps: this run would have 2 steps", "after step 3"]),
     "no memory": (["placement.device_memory=20KiB"], ["placement.device_memory", "too small"]),
+    "an older save": (["checkpoint.resume={run}/checkpoints/step-00000001"], ["is older than", "new output_dir"]),
     "damaged": ([], ["every save in", "is damaged"]),
 }
 
@@ -135,11 +137,21 @@ def test_a_refused_resume_changes_nothing(whole: Path, run: Path, name: str) -> 
         for step in (1, 2, 3):
             flip_a_bit(save(run, step))
     before = contents(run)
-    result = megatrain("train", *words(whole, run, *more))
+    result = megatrain("train", *words(whole, run, *(word.format(run=run) for word in more)))
     assert result.exit_code == 2, result.output
     missing = [text for text in expected if text not in result.stderr]
     assert not missing, f"{missing} not in: {result.stderr}"
     assert contents(run) == before
+
+
+def test_a_save_without_a_position_is_refused(whole: Path, run: Path) -> None:
+    for file in save(run, 3).glob("state.json"):
+        state = json.loads(file.read_text())
+        state["meta"]["extra"] = {}
+        file.write_text(json.dumps(state))
+    result = megatrain("train", *words(whole, run))
+    assert result.exit_code == 2
+    assert "written by Model.save_state" in result.stderr
 
 
 def test_harmless_changes_are_named(whole: Path, run: Path) -> None:

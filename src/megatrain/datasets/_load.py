@@ -61,7 +61,12 @@ def load_dataset(
     limit = _length_limit(config, positions)
     template = find_template(tokenizer, config.chat_template)
     chat = ChatTemplate(tokenizer, *template) if template else None
-    reader = _Reader(config, path, Dataset(Encoder(tokenizer, chat, config.chat_template == "none"), config.format, limit), vocab_size)
+    reader = _Reader(
+        config,
+        path,
+        Dataset(Encoder(tokenizer, chat, config.chat_template == "none"), config.format, limit),
+        vocab_size,
+    )
     size = path.stat().st_size if path.is_file() else 0
     for line, record, done in read_jsonl(path):
         reader.add(line, record)
