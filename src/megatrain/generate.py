@@ -7,7 +7,7 @@ from typing import Any
 
 from megatrain import machine
 from megatrain.errors import UserError
-from megatrain.hub import read_json
+from megatrain.hub import check_adapter, read_json
 from megatrain.run_folder import quiet_libraries
 
 
@@ -16,6 +16,7 @@ def answer(folder: Path, prompt: str, max_new_tokens: int) -> str:
 
     Raises :class:`UserError` if ``folder`` is no exported model or does not fit host memory.
     """
+    check_adapter(folder)
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder}: no config.json\n  fix:   name an exported model, such as runs/first/final")
     read_json(folder / "config.json")
@@ -27,9 +28,12 @@ def answer(folder: Path, prompt: str, max_new_tokens: int) -> str:
         )
     quiet_libraries()
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    from megatrain.preflight import read_model_config, read_tokenizer
+
+    read_model_config(folder, trust_remote_code=False)
+    tokenizer = read_tokenizer(folder, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
     if torch.cuda.is_available() and need < torch.cuda.mem_get_info()[0]:
         model = model.cuda()

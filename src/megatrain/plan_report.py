@@ -64,7 +64,8 @@ def report(plan: Plan, tokens: int) -> Iterator[str]:
     yield from (f"  {label:34} {disk_size(nbytes):>10}" for label, nbytes in plan.disk_bytes.items())
     yield (
         f"predicted  {plan.seconds:.2f} s a step · {plan.tokens_per_second:,.0f} tokens/s ·"
-        f" {plan.tflops_6n:.0f} TFLOP/s (6N), {plan.tflops_causal:.0f} with causal attention · limited by {plan.limited_by}"
+        f" {plan.tflops_6n:.0f} TFLOP/s (6N), {plan.tflops_causal:.0f} with causal attention"
+        f" · limited by {plan.limited_by}"
     )
     for lane, share in plan.busy.items():
         hidden = f", {plan.hidden[lane]:.0%} of that under arithmetic" if lane in plan.hidden else ""

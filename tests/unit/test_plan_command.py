@@ -1,0 +1,135 @@
+"""``megatrain plan``: tables, JSON, refusals with exit code 2, and the time and imports that it takes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from _runs import megatrain
+
+SEVEN = ("plan", "--model", "qwen2.5-7b", "--machine", "h200-128gb")
+STEP = ("--tokens-per-step", "65536", "--seq-len", "1024")
+
+
+def data(*words: str) -> dict[str, object]:
+    result = megatrain(*words, "--json")
+    assert result.exit_code == 0, result.stderr
+    found: dict[str, object] = json.loads(result.stdout)
+    return found
+
+
+def test_the_tables_state_what_a_claim_of_fit_depends_on() -> None:
+    result = megatrain(*SEVEN, *STEP)
+    assert result.exit_code == 0
+    text = result.stdout
+    for part in (
+        "64 x 1,024 = 65,536 tokens a step",
+        "the input of every layer is stored",
+        "clipping",
+        "14 bytes a parameter",
+        "GPU memory",
+        "host memory",
+        "disk",
+        "limited by GPU arithmetic",
+        "1.00B tokens",
+        "placement.states=",
+    ):
+        assert part in text
+    assert len(re.findall(r"^next    [\d.]+ s \(\+[\d.]+%\), GPU .*: \S+=", text, re.MULTILINE)) == 2
+    assert max(map(len, text.splitlines())) < 170
+
+
+def test_json_adds_up() -> None:
+    found = data(*SEVEN, *STEP)
+    device, host = found["device_bytes"], found["host_bytes"]
+    assert isinstance(device, dict)
+    assert isinstance(host, dict)
+    assert sum(device.values()) == found["device_peak"]
+    assert sum(host.values()) == found["host_total"]
+    assert found["tokens_per_second"] == pytest.approx(65536 / float(str(found["seconds"])))
+
+
+def run_file(folder: Path, *lines: str) -> str:
+    text = "\n".join(["model: {name_or_path: Qwen/Qwen3-4B}", "data: {train: chats.jsonl}", "output_dir: run", *lines])
+    (folder / "run.yaml").write_text(text)
+    return str(folder / "run.yaml")
+
+
+def test_a_run_file_gives_the_step_and_its_limits(tmp_path: Path) -> None:
+    file = run_file(tmp_path, "train: {batch_size: 8}")
+    words = ("plan", file, "--machine", "rtx4090-128gb", "data.max_seq_len=2048", "placement.device_memory=16GiB")
+    found = data(*words)
+    assert found["model"] == "qwen3-4b"
+    request = found["request"]
+    assert isinstance(request, dict)
+    assert (request["rows"], request["seq_len"], request["device_memory"]) == (8, 2048, 16 << 30)
+    assert int(str(found["device_limit"])) <= 0.95 * (16 << 30)
+    assert dict(request, rows=16) == data(*words, "--tokens-per-step", "32768")["request"]
+
+
+def test_the_set_line_is_accepted_by_train_and_plan(tmp_path: Path) -> None:
+    file = run_file(tmp_path)
+    found = data("plan", file, "--machine", "rtx4090-128gb")
+    overrides = found["overrides"]
+    assert isinstance(overrides, list)
+    again = data("plan", file, *overrides, "--machine", "rtx4090-128gb")
+    assert again["overrides"] == overrides
+
+
+@pytest.mark.parametrize("with_file", [False, True])
+def test_a_way_out_can_be_pasted(tmp_path: Path, with_file: bool) -> None:
+    if with_file:
+        file = run_file(tmp_path, "train: {batch_size: 4}")
+        words: tuple[str, ...] = ("plan", file, "--model", "qwen2.5-7b", "data.max_seq_len=65536")
+    else:
+        words = ("plan", "--model", "qwen2.5-7b", "--tokens-per-step", "262144", "--seq-len", "65536")
+    refused = megatrain(*words, "--machine", "rtx4090-128gb")
+    assert refused.exit_code == 2
+    assert re.search(r"missing: [\d.]+ GiB of GPU memory \(\d+ bytes\)", refused.stderr)
+    ways = re.findall(r"fix: +(\S+(?: \S+)*?)  +([\d.]+) s a step", refused.stderr)
+    assert 1 <= len(ways) <= 3
+    for way, seconds in ways:
+        found = data(*words, "--machine", "rtx4090-128gb", *way.split())
+        assert float(str(found["seconds"])) == pytest.approx(float(seconds), abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("plan", *STEP), "--model: missing"),
+        (("plan", "--model", "qwen2.5-7b", *STEP), r"--machine: .*\n.*known machines are a100.*rtx5090-256gb"),
+        (SEVEN, "--tokens-per-step: missing"),
+        ((*SEVEN, "--tokens-per-step", "65537", "--seq-len", "1024"), "--tokens-per-step 65536"),
+        ((*SEVEN, "--tokens-per-step", "100", "--seq-len", "1024"), "--tokens-per-step 1024"),
+        (("plan", "--model", "none", "--machine", "h200-128gb", *STEP), "neither a known model"),
+    ],
+)
+def test_mistakes(words: tuple[str, ...], message: str) -> None:
+    result = megatrain(*words)
+    assert result.exit_code == 2
+    assert re.search(message, result.stderr), result.stderr
+
+
+def test_a_cpu_run_cannot_be_planned(tmp_path: Path) -> None:
+    result = megatrain("plan", run_file(tmp_path), "placement.device=cpu", "--machine", "h200-128gb")
+    assert result.exit_code == 2
+    assert "placement.device: cpu" in result.stderr
+
+
+def test_planning_a_known_model_needs_no_torch() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from megatrain.cli import main\n"
+        f"sys.argv = ['megatrain', *{[*SEVEN, *STEP]!r}]\n"
+        "main()"
+    )
+    begun = time.monotonic()
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "tokens/s" in result.stdout
+    assert time.monotonic() - begun < 20
