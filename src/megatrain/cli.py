@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 HELP = """\
 Full-precision training of models larger than your GPU.
 Start here:  megatrain doctor                what this machine can train
-             megatrain plan run.yaml --machine h200-128gb
+             megatrain plan run.yaml         what fits, how fast, and what to set
              megatrain train run.yaml --dry-run
              megatrain train run.yaml [key=value ...]
 """
@@ -167,7 +167,7 @@ def doctor() -> None:
 def plan(
     words: Annotated[list[str] | None, typer.Argument(metavar="[FILE] [key=value ...]", show_default=False)] = None,
     model: Annotated[str | None, typer.Option(help="A config.json, a model's folder, or a known name.")] = None,
-    machine: Annotated[str, typer.Option(help="A known machine, or a file that describes one.")] = "unnamed",
+    machine: Annotated[str | None, typer.Option(help="A known machine, or a file. Default: this one.")] = None,
     tokens_per_step: Annotated[int | None, typer.Option(min=1, help="Default: train.batch_size sequences.")] = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Default: data.max_seq_len, or 4096.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Length of the run whose time is told.")] = 1_000_000_000,
@@ -177,7 +177,8 @@ def plan(
     with _reported():
         import json
 
-        from megatrain.machines import load_machine
+        from megatrain.machine import probe
+        from megatrain.machines import load_machine, this_machine
         from megatrain.model_spec import load_model_spec
         from megatrain.plan_report import as_data, make_request, report
         from megatrain.planner import plan as make_plan
@@ -190,7 +191,7 @@ def plan(
         name = model or (config.model.name_or_path if config else "")
         if not name:
             raise UserError("--model: missing\n  fix:   give a config.json, a folder or a known name, or a run.yaml")
-        where = load_machine(machine)
+        where = load_machine(machine) if machine else this_machine(probe())
         request = make_request(config, tokens_per_step, seq_len)
         notice = partial(print, file=sys.stderr, flush=True)
         found = make_plan(load_model_spec(name, notice), where, request, run_file=config is not None)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatrain.errors import UserError
-from megatrain.machines import FOLDER, known_machines, load_machine
+from megatrain.machine import Gpu, Machine, probe
+from megatrain.machines import FOLDER, known_machines, load_machine, this_machine
 
 NAMES = {
     "h200-1.5tb": (139, 1536),
@@ -74,3 +76,35 @@ def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "other.json").write_text(text)
     with pytest.raises(UserError, match=r"other\.json.*(not a JSON file|has no object 'figures')"):
         load_machine(str(tmp_path / "other.json"))
+
+
+def machine_with(gpu: str, host: int, cores: int) -> Machine:
+    gpus = (Gpu(gpu, 140 << 30, 130 << 30, (9, 0), "1"),)
+    return replace(probe(), gpus=gpus, memory=host << 30, memory_free=(host - 10) << 30, cores=cores)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "host", "base"),
+    [
+        ("NVIDIA H200", 200, "h200-128gb"),
+        ("NVIDIA H200 NVL", 1400, "h200-1.5tb"),
+        ("NVIDIA GH200 480GB", 480, "gh200-480gb"),
+        ("NVIDIA A100-SXM4-80GB", 100, "a100-80gb-256gb"),
+        ("NVIDIA GeForce RTX 4090", 64, "rtx4090-128gb"),
+    ],
+)
+def test_this_machine_has_its_own_memory_and_the_rates_of_its_kind(gpu: str, host: int, base: str) -> None:
+    found, known = this_machine(machine_with(gpu, host, 8)), load_machine(base)
+    assert base in found.name
+    assert (found.gpu_memory, found.host_memory, found.cores) == (130 << 30, (host - 10) << 30, 8)
+    assert found.layer_rate == known.layer_rate
+    assert found.adamw_rate == known.adamw_rate * 8 / known.cores
+    assert this_machine(machine_with(gpu, host, 128)).adamw_rate == known.adamw_rate
+    assert ("host_memory", "found on this machine") in found.sources
+
+
+def test_this_machine_without_a_known_gpu_is_refused() -> None:
+    with pytest.raises(UserError, match=r"rates of NVIDIA T4 are not known\n.*h200-128gb"):
+        this_machine(machine_with("NVIDIA T4", 64, 8))
+    with pytest.raises(UserError, match=r"no GPU \(no driver\)\n.*h200-128gb"):
+        this_machine(replace(probe(), gpus=(), gpu_problem="no driver"))

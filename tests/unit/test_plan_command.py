@@ -7,10 +7,13 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from _runs import megatrain
+
+from megatrain.machine import Gpu, probe
 
 SEVEN = ("plan", "--model", "qwen2.5-7b", "--machine", "h200-128gb")
 STEP = ("--tokens-per-step", "65536", "--seq-len", "1024")
@@ -81,6 +84,15 @@ def test_the_set_line_is_accepted_by_train_and_plan(tmp_path: Path) -> None:
     assert again["overrides"] == overrides
 
 
+def test_without_a_machine_it_is_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = probe()
+    gpus = (Gpu("NVIDIA GeForce RTX 4090", 24 << 30, 20 << 30, (8, 9), "1"),)
+    monkeypatch.setattr("megatrain.machine.probe", lambda: replace(here, gpus=gpus, memory_free=100 << 30))
+    found = data("plan", "--model", "qwen3-4b", *STEP)
+    assert found["machine"] == "this machine (rates of rtx4090-128gb)"
+    assert found["device_limit"] == int(0.95 * (20 << 30))
+
+
 @pytest.mark.parametrize("with_file", [False, True])
 def test_a_way_out_can_be_pasted(tmp_path: Path, with_file: bool) -> None:
     if with_file:
@@ -101,8 +113,8 @@ def test_a_way_out_can_be_pasted(tmp_path: Path, with_file: bool) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("plan", *STEP), "--model: missing"),
-        (("plan", "--model", "qwen2.5-7b", *STEP), r"--machine: .*\n.*known machines are a100.*rtx5090-256gb"),
+        (("plan", "--machine", "h200-128gb", *STEP), "--model: missing"),
+        (("plan", "--model", "qwen2.5-7b", "--machine", "x", *STEP), r"--machine: .*\n.*machines are a100.*rtx5090"),
         (SEVEN, "--tokens-per-step: missing"),
         ((*SEVEN, "--tokens-per-step", "65537", "--seq-len", "1024"), "--tokens-per-step 65536"),
         ((*SEVEN, "--tokens-per-step", "100", "--seq-len", "1024"), "--tokens-per-step 1024"),

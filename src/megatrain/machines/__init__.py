@@ -6,12 +6,13 @@ Each JSON file of this folder is one machine, found by its name; a user's own fi
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from megatrain.errors import UserError
+from megatrain.machine import Machine
 
 FOLDER = Path(__file__).parent
 
@@ -25,6 +26,8 @@ class MachineSpec:
 
     name: str
     gpu: str
+    match: str
+    """What the driver's name of this GPU contains."""
     gpu_memory: int
     host_memory: int
     cores: int
@@ -50,7 +53,7 @@ class MachineSpec:
     """``(figure, where it is from)``."""
 
 
-_FIGURES = [f.name for f in fields(MachineSpec) if f.name not in ("name", "gpu", "sources")]
+_FIGURES = [f.name for f in fields(MachineSpec) if f.name not in ("name", "gpu", "match", "sources")]
 _WHOLE = ("gpu_memory", "host_memory", "cores")
 
 
@@ -82,6 +85,33 @@ def load_machine(name_or_file: str) -> MachineSpec:
     return _spec(data, str(file), file.stem)
 
 
+def this_machine(machine: Machine) -> MachineSpec:
+    """The machine that was probed: its free memory, with the rates of the known machine that has the same GPU.
+
+    Where several have, that with the nearest host memory. Fewer cores than it has slow the optimizer in proportion.
+    Raises `UserError` when there is no GPU, or none of its kind is known.
+    """
+    known = [load_machine(name) for name in known_machines()]
+    fix = f"name one with --machine: {', '.join(spec.name for spec in known)}; or a JSON file with its figures"
+    if not machine.gpus:
+        raise UserError(f"--machine: this machine has no GPU ({machine.gpu_problem})\n  fix:   {fix}")
+    gpu = machine.gpus[0]
+    alike = [spec for spec in known if spec.match in gpu.name]
+    if not alike:
+        raise UserError(f"--machine: the rates of {gpu.name} are not known\n  fix:   {fix}")
+    base = min(alike, key=lambda spec: (-len(spec.match), abs(spec.host_memory - machine.memory)))
+    found = dict.fromkeys(("gpu_memory", "host_memory", "cores"), "found on this machine")
+    return replace(
+        base,
+        name=f"this machine (rates of {base.name})",
+        gpu_memory=gpu.memory_free,
+        host_memory=machine.memory_free,
+        cores=machine.cores,
+        adamw_rate=base.adamw_rate * min(1.0, machine.cores / base.cores),
+        sources=tuple((figure, found.get(figure, source)) for figure, source in base.sources),
+    )
+
+
 def _spec(data: Any, where: str, name: str) -> MachineSpec:
     figures = data.get("figures") if isinstance(data, dict) else None
     if not isinstance(figures, dict):
@@ -94,7 +124,8 @@ def _spec(data: Any, where: str, name: str) -> MachineSpec:
     values = {figure: _value(figures.get(figure), f"machine: {where}: figures.{figure}") for figure in _FIGURES}
     whole = {figure: int(values[figure]) for figure in _WHOLE}
     sources = tuple((figure, str(figures[figure]["source"])) for figure in _FIGURES)
-    return MachineSpec(name=name, gpu=str(data.get("gpu", "GPU")), sources=sources, **{**values, **whole})  # type: ignore[arg-type]
+    names = {key: str(data.get(key, "")) for key in ("gpu", "match")}
+    return MachineSpec(name=name, **names, sources=sources, **{**values, **whole})  # type: ignore[arg-type]
 
 
 def _value(figure: Any, where: str) -> float:
