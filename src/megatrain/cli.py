@@ -172,6 +172,7 @@ def plan(
     seq_len: Annotated[int | None, typer.Option(min=1, help="Default: data.max_seq_len, or 4096.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Length of the run whose time is told.")] = 1_000_000_000,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object in place of the tables.")] = False,
+    timeline: Annotated[Path | None, typer.Option(help="Draw the step as lanes over time: an HTML page.")] = None,
 ) -> None:
     """Say what fits on a machine, how fast it is, and what to set. Needs no GPU."""
     with _reported():
@@ -180,7 +181,7 @@ def plan(
         from megatrain.machine import probe
         from megatrain.machines import load_machine, this_machine
         from megatrain.model_spec import load_model_spec
-        from megatrain.plan_report import as_data, make_request, report
+        from megatrain.plan_report import as_data, make_request, report, write_timeline
         from megatrain.planner import plan as make_plan
 
         config = None
@@ -195,12 +196,13 @@ def plan(
         request = make_request(config, tokens_per_step, seq_len)
         notice = partial(print, file=sys.stderr, flush=True)
         found = make_plan(load_model_spec(name, notice), where, request, run_file=config is not None)
+        lines = list(report(found, tokens))
+        if timeline:
+            write_timeline(found, [line for line in lines if line.startswith(("plan", "predicted"))], timeline)
         if as_json:
             print(json.dumps(as_data(found)))
             return
-        print(f"megatrain {__version__}")
-        for line in report(found, tokens):
-            print(line)
+        print("\n".join([f"megatrain {__version__}", *lines]))
 
 
 def _file_and_overrides(words: list[str]) -> tuple[str | None, list[str]]:

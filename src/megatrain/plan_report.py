@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 from megatrain.config import RunConfig, parse_bytes
@@ -11,6 +12,7 @@ from megatrain.errors import UserError
 from megatrain.loggers._screens import count, disk_size, duration, size
 from megatrain.planner import Option, Plan
 from megatrain.search import DEVICE_MARGIN, HOST_MARGIN, PROCESS_BYTES, Request
+from megatrain.timeline_page import page
 
 DEFAULT_SEQ_LEN = 4096
 _LANES = {"compute": "GPU arithmetic", "h2d": "host to GPU", "d2h": "GPU to host", "optimizer": "CPU optimizer"}
@@ -77,8 +79,18 @@ def report(plan: Plan, tokens: int) -> Iterator[str]:
 
 
 def as_data(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON data, with the totals."""
-    return {**asdict(plan), "device_peak": plan.device_peak, "host_total": plan.host_total}
+    """The plan as JSON data, with the totals and without the timeline."""
+    data = {f.name: getattr(plan, f.name) for f in fields(plan) if f.name != "timeline"}
+    data["request"], data["next_best"] = asdict(plan.request), [asdict(other) for other in plan.next_best]
+    return {**data, "device_peak": plan.device_peak, "host_total": plan.host_total}
+
+
+def write_timeline(plan: Plan, lines: list[str], file: Path) -> None:
+    """Draw the simulated step as an HTML page; raises `UserError` when the file cannot be written."""
+    try:
+        file.write_text(page(f"{plan.model} on {plan.machine}: one step, predicted", lines, plan.timeline), "utf-8")
+    except OSError as error:
+        raise UserError(f"--timeline: {file}: {error.strerror}\n  fix:   name a file in a folder that exists") from None
 
 
 def _table(title: str, labels: dict[str, int]) -> Iterator[str]:

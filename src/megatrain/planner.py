@@ -7,10 +7,11 @@ themselves.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from megatrain.checks import readable_bytes
+from megatrain.engine.simulate import Timeline
 from megatrain.errors import UserError
 from megatrain.layout import slab_bytes
 from megatrain.machines import MachineSpec, known_machines, load_machine
@@ -68,6 +69,8 @@ class Plan:
     hidden: dict[str, float]
     """Share of each other lane's work that runs under arithmetic."""
     next_best: tuple[Option, ...]
+    timeline: Timeline = field(repr=False)
+    """The simulated step."""
 
     @property
     def device_peak(self) -> int:
@@ -121,6 +124,7 @@ def _plan(search: Search, found: list[Candidate]) -> Plan:
         limited_by=_NAMES[max(busy, key=lambda lane: busy[lane])],
         busy={lane: seconds / timeline.seconds for lane, seconds in busy.items()},
         hidden={lane: timeline.hidden(lane) / busy[lane] for lane in _LANES[1:] if busy[lane]},
+        timeline=timeline,
         next_best=tuple(
             Option(
                 overrides=_overrides(search, other),

@@ -8,7 +8,9 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from _runs import megatrain
@@ -145,3 +147,32 @@ def test_planning_a_known_model_needs_no_torch() -> None:
     assert result.returncode == 0, result.stderr
     assert "tokens/s" in result.stdout
     assert time.monotonic() - begun < 20
+
+
+def test_the_timeline_is_one_page_with_a_bar_for_every_operation(tmp_path: Path) -> None:
+    words = ("plan", "--model", "qwen2.5-7b", "--machine", "rtx4090-128gb", *STEP, "--timeline")
+    result = megatrain(*words, str(tmp_path / "step.html"))
+    assert result.exit_code == 0
+    text = (tmp_path / "step.html").read_text()
+    root = ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>"))
+    svg = "{http://www.w3.org/2000/svg}"
+    bars = [(g.findtext(f"{svg}title"), g.find(f"{svg}rect")) for g in root.iter(f"{svg}g")]
+    told = "\n".join(str(title) for title, _ in bars)
+    for unit in ("embedding", *[f"layers.{i}" for i in range(28)], "head"):
+        assert f"\n{unit}: " in f"\n{told}"
+    rows: dict[str, list[tuple[float, float]]] = {}
+    for _, rect in bars:
+        assert rect is not None
+        rows.setdefault(rect.attrib["y"], []).append((float(rect.attrib["x"]), float(rect.attrib["width"])))
+    assert len(rows) == 4, "a row a lane"
+    for row in rows.values():
+        for (x, width), (following, _) in pairwise(sorted(row)):
+            assert x + width <= following + 0.6, "bars of a lane do not overlap"
+    assert re.search(r"predicted +[\d.]+ s a step", text)
+    assert not re.search(r"(src|href)=", text), "it needs nothing else"
+
+
+def test_a_timeline_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    result = megatrain(*SEVEN, *STEP, "--timeline", str(tmp_path / "none" / "step.html"))
+    assert result.exit_code == 2
+    assert "--timeline: " in result.stderr
