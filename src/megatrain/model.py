@@ -100,6 +100,9 @@ class Model:
         device_memory: str | int | None = None,
         host_memory: str | int | None = None,
         activations: str | Sequence[str] = "recompute",
+        boundaries: str = "device",
+        boundary_every: int = 1,
+        order: str = "layer",
         gradient_dtype: str | None = None,
         seed: int = 0,
         attn_implementation: str = "sdpa",
@@ -119,7 +122,10 @@ class Model:
         most 2 of the last 16 steps were clipped, or without a limit. ``slots`` is the number of
         layers that the device holds at a time. ``device_memory`` and ``host_memory`` are limits such as ``"400MiB"``;
         what does not fit raises `UserError` before anything runs. ``activations`` is ``"recompute"``, ``"keep"``,
-        a share of the layers to keep (``"30%"``, the last ones), or their names.
+        a share of the layers to keep (``"30%"``, the last ones), or their names. ``boundaries="host"`` moves the inputs
+        of layers to host memory until backward; ``boundary_every=k`` keeps only every k-th, and computes the others
+        again; ``order="micro_batch"`` takes a micro-batch through the whole model before the next one, for which all
+        weights must be on the device. They change memory and speed, not results.
         ``gradient_dtype`` is what gradients leave the device in, by default the compute dtype. ``seed`` is the seed of
         dropout. ``loss_chunk_tokens`` bounds the tokens whose logits exist at once. ``compile`` compiles the layers
         with torch.compile (default: on CUDA); results then differ in rounding. ``weights_on_device`` and
@@ -128,6 +134,10 @@ class Model:
         """
         if slots < 1:
             raise UserError(f"placement.slots: {slots} is out of range; it must be at least 1")
+        if boundary_every < 1:
+            raise UserError(f"compute.boundary_every: {boundary_every} is out of range; it must be at least 1")
+        _check_choice("compute.boundaries", boundaries, ("device", "host"))
+        _check_choice("compute.order", order, ("layer", "micro_batch"))
         self.config, self._seed = config, seed
         self._optimizer = optimizer or AdamW()
         self._clipping = Clipping(clipping, max_grad_norm, self._optimizer)
@@ -160,8 +170,15 @@ class Model:
             heads = {name: layout.numel * compute.itemsize for name, layout in layouts.items()}
             states = resident_units("placement.states", states_on_device, sizes)
             weights = resident_units("placement.weights", weights_on_device, heads)
+            streamed = [name for name in layouts if name not in weights | states]
+            if order == "micro_batch" and streamed:
+                raise UserError(
+                    f"compute.order: micro_batch needs all weights on the device, and those of {streamed[0]} stream;"
+                    " set placement.weights=100% or placement.states=100%, or use order=layer"
+                )
+            host_budget = parse_bytes("placement.host_memory", host_memory)
             self._check_host(
-                parse_bytes("placement.host_memory", host_memory),
+                host_budget,
                 Store.bytes_needed(
                     [layout for name, layout in layouts.items() if name not in states], compute, gradient
                 ),
@@ -193,6 +210,10 @@ class Model:
                 gradient_dtype=gradient,
                 weights_resident=weights,
                 states_resident=states,
+                boundaries_on_host=boundaries == "host",
+                boundary_every=boundary_every,
+                micro_batch_major=order == "micro_batch",
+                host_budget=host_budget,
             )
             self._engine = Engine(self._device, self._store, templates, self._optimizer, self._kernel, options, memory)
             undo.pop_all()
