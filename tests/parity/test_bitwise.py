@@ -20,12 +20,13 @@ def run_both(
     *,
     micros: int = 1,
     rows: int = 4,
+    steps: int = STEPS,
     device: str = "cpu",
     chunk: int = 10_000,
     dtype: str = "float32",
     **options: Any,
 ) -> None:
-    batches = random_batches(config.vocab_size, steps=STEPS, micros=micros, rows=rows)
+    batches = random_batches(config.vocab_size, steps=steps, micros=micros, rows=rows)
     with Model.from_config(
         config,
         seed=7,
@@ -99,7 +100,7 @@ def test_some_activations_kept(activations: str | list[str], dtype: str) -> None
 @pytest.mark.parametrize("activations", ["recompute", "keep", ["layers.2"]])
 def test_boundaries_on_the_host(activations: str | list[str], micros: int, dtype: str) -> None:
     config = tiny_config(num_hidden_layers=6, attention_dropout=0.1)
-    run_both(config, boundaries="host", activations=activations, micros=micros, rows=5, dtype=dtype)
+    run_both(config, boundaries="host", activations=activations, micros=micros, rows=5, steps=3, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -115,7 +116,7 @@ def test_boundaries_on_the_host(activations: str | list[str], micros: int, dtype
 )
 def test_boundary_every(every: int, options: dict[str, Any], micros: int, dtype: str) -> None:
     config = tiny_config(num_hidden_layers=7, attention_dropout=0.1)
-    run_both(config, boundary_every=every, micros=micros, rows=5, dtype=dtype, **options)
+    run_both(config, boundary_every=every, micros=micros, rows=5, steps=3, dtype=dtype, **options)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -131,7 +132,7 @@ def test_boundary_every(every: int, options: dict[str, Any], micros: int, dtype:
 )
 def test_micro_batch_major(options: dict[str, Any], tied: bool, micros: int, dtype: str) -> None:
     config = tiny_config(tie_word_embeddings=tied, attention_dropout=0.1)
-    run_both(config, order="micro_batch", micros=micros, rows=5, dtype=dtype, **options)
+    run_both(config, order="micro_batch", micros=micros, rows=5, steps=3, dtype=dtype, **options)
 
 
 def test_on_the_simulator() -> None:
