@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -59,13 +60,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 question, *folders = sys.argv[1:]
 for folder in folders:
+    print(f"  {folder}\\n    loading, then answering on the CPU: up to a few minutes ...", flush=True)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     turn = [{"role": "user", "content": question}]
     inputs = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     out = model.generate(**inputs, max_new_tokens=80, do_sample=False)
     answer = tokenizer.decode(out[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True)
-    print(f"  {folder}\\n    {answer.strip()}")
+    print(f"    {answer.strip()}", flush=True)
 """
 
 
@@ -135,7 +137,7 @@ def main() -> None:
         shutil.rmtree(run)
     paths = [f"model.name_or_path={model}", f"data.train={data}", f"output_dir={run}"]
     command = ["megatrain", "train", str(HERE / "demo.yaml"), *paths]
-    print("$ " + " ".join(command), flush=True)
+    print("$ " + shlex.join(command), flush=True)
     begun = time.monotonic()
     subprocess.run([str(Path(sys.executable).with_name("megatrain")), *command[1:]], check=True)
     seconds = time.monotonic() - begun
@@ -145,7 +147,8 @@ def main() -> None:
     print(f"\nloss    {first:.3f} -> {last:.3f} (means of ten steps), training took {seconds:.0f} s")
     print('\nwith your own dialogues ({"messages": [{"role": ..., "content": ...}, ...]} a line):')
     print(
-        f"  megatrain train {HERE / 'demo.yaml'} data.train=YOURS.jsonl output_dir=runs/mine model.name_or_path={model}"
+        "  megatrain train "
+        + shlex.join([str(HERE / "demo.yaml"), "data.train=YOURS.jsonl", "output_dir=runs/mine", paths[0]])
     )
     if last > 0.8 * first:
         sys.exit(f"the loss fell to {last / first:.2f} of where it began; 0.8 was expected")

@@ -9,8 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from _fixtures import tiny_checkpoint
 from _tokenizers import SMOLLM2, save_tokenizer
+
+pytest.importorskip("pydantic", reason="the front end's packages are not installed")
 from typer.testing import CliRunner, Result
 
 from megatrain.cli import app

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
+
+# A GPU machine may hold the engine's packages alone; `_runs` passes over its tests by itself.
+collect_ignore = [] if find_spec("pydantic") else ["unit/test_config.py", "faults/test_19_rate_as_text.py"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -16,14 +16,15 @@ PACKAGE = Path(megatrain.__file__).parent
 
 # From the bottom to the top; a module imports from lower layers, or from its own without a cycle.
 LAYERS = [
-    {"errors"},
+    {"errors", "checks"},
     {"config"},
     {"layout", "devices", "kernels", "_durable", "_safetensors", "_side_files", "schedule"},
     {"models", "losses", "optimizers", "datasets", "loggers", "machine", "hub"},
     {"store", "model_files", "planner", "export"},
     {"engine", "checkpoint"},
+    {"assembly", "results"},
     {"model"},
-    {"trainer", "preflight", "run_folder"},
+    {"trainer", "preflight", "resume", "run_folder"},
     {"config_file", "doctor", "dry_run", "export_save", "generate"},
     {"cli"},
     {"__main__"},

@@ -12,6 +12,9 @@ from pathlib import Path
 
 from megatrain.errors import UserError
 
+SMALL_FILES = 64 << 20
+"""Room that a save or an export is given beside its tensors: headers, tokenizer, config."""
+
 _TEMPORARY = re.compile(r"(?P<name>.+)\.tmp-(?P<pid>\d+)")
 
 
@@ -97,10 +100,15 @@ def require_empty(folder: Path) -> None:
         raise UserError(f"{folder} exists and is not an empty folder; choose another folder or remove it")
 
 
-def require_space(folder: Path, needed: int) -> None:
-    """Refuse a save of ``needed`` bytes that the disk of ``folder`` cannot take."""
+def space_for(tensor_bytes: int) -> int:
+    """Bytes of disk that a save or an export of so many bytes of tensors must find free."""
+    return tensor_bytes + SMALL_FILES
+
+
+def require_space(folder: Path, tensor_bytes: int) -> None:
+    """Refuse a save of ``tensor_bytes`` that the disk of ``folder`` cannot take."""
     parent = next(path for path in (folder, *folder.parents) if path.is_dir())
-    free = shutil.disk_usage(parent).free
+    free, needed = shutil.disk_usage(parent).free, space_for(tensor_bytes)
     if free < needed:
         raise UserError(
             f"saving to {folder} needs {needed / 2**30:.2f} GiB, the disk has {free / 2**30:.2f} GiB free;"

@@ -17,7 +17,7 @@ import base64
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,7 +49,11 @@ _VERSION = 1
 _STATE = "state.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SAVE = re.compile(r"step-(\d+)")
-_SMALL_FILES = 64 << 20
+
+
+class DamagedSave(UserError):
+    """A save whose bytes are not those that were written. The store is partly overwritten; loading another complete
+    save replaces all of it."""
 
 
 class Placed(Protocol):
@@ -106,7 +110,7 @@ def save_state(
     broken = _broken_state(folder)
     if not broken:
         require_empty(folder)
-    require_space(folder, total + _SMALL_FILES)
+    require_space(folder, total)
     advance = byte_counter("save", total, progress)
     with durable_folder(folder) as temporary:
         written = {}
@@ -122,7 +126,12 @@ def save_state(
         }
         (temporary / _STATE).write_text(json.dumps(state, default=_encode, indent=1), encoding="utf-8")
         if broken:
-            os.replace(folder, folder.with_name(f"{folder.name}.broken-{os.getpid()}"))
+            set_aside(folder)
+
+
+def set_aside(folder: Path) -> None:
+    """Rename a save that cannot be loaded (``.broken-<pid>``), so that its name is free and nobody loads it."""
+    os.replace(folder, folder.with_name(f"{folder.name}.broken-{os.getpid()}"))
 
 
 def _planned(store: StateStore) -> Iterator[tuple[str, list[OutTensor]]]:
@@ -167,13 +176,19 @@ def load_state(folder: str | Path, store: StateStore, progress: Progress | None 
                     _put(store, entry, start, block)
                     advance(block.numel() * 4)
         if reader.crc != state["files"][path.name]["crc32"]:
-            raise UserError(
+            raise DamagedSave(
                 f"{path} is damaged: its checksum is not that of {_STATE}. The state in memory is partly"
                 " overwritten: load the model again and resume from another save"
             )
     for unit, count in steps.items():
         store.set_step_count(unit, count)
     meta: dict[str, Any] = state["meta"]
+    return meta
+
+
+def read_meta(folder: str | Path) -> dict[str, Any]:
+    """The ``meta`` of a saved state that is complete by sizes and headers; reads no weights."""
+    meta: dict[str, Any] = _opened(Path(folder).expanduser())[0]["meta"]
     return meta
 
 
@@ -253,15 +268,19 @@ def _checked_against(
     return {unit: counts.pop() for unit, counts in steps.items() if counts}
 
 
-def latest_complete(run_folder: str | Path) -> tuple[Path | None, list[tuple[Path, str]]]:
+def latest_complete(
+    run_folder: str | Path, damaged: Container[Path] = ()
+) -> tuple[Path | None, list[tuple[Path, str]]]:
     """The newest complete save of a run (None if there is none) and the newer ones passed over, with the
-    reason.
+    reason; those in ``damaged`` are left out of both.
 
     Complete: every file of ``state.json`` is there in full size with a sound header. Contents are checked
     when they are loaded.
     """
     skipped: list[tuple[Path, str]] = []
     for path in _saves(Path(run_folder)):
+        if path in damaged:
+            continue
         reason = _why_incomplete(path)
         if reason is None:
             return path, skipped

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import logging
+import os
 import sys
 import time
 import traceback
@@ -47,8 +50,16 @@ app = typer.Typer(
 )
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"megatrain {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    _: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+) -> None:
     pass
 
 
@@ -74,8 +85,6 @@ def _train(config: RunConfig, resolved: str, started: float, dry_run: bool, repo
 
     run = report.run = RunFolder(Path(config.output_dir))
     run.check(config.checkpoint.resume)
-    if not dry_run:
-        print(f"run     {run.path}, all options in {run.resolved}", flush=True)
     with _console(config.logging.every) as console:
         console.progress("starting", 0, 0)
         early = quiet_libraries()
@@ -85,16 +94,20 @@ def _train(config: RunConfig, resolved: str, started: float, dry_run: bool, repo
         if dry_run:
             from megatrain.dry_run import describe
 
-            for line in describe(prepared, resolved):
+            for line in describe(prepared):
                 console.note(line)
             return
-        run.create(resolved, early)
+        run.claim(config.checkpoint.resume)
         from megatrain import trainer
 
-        outcome = trainer.train(prepared, run, console, started)
+        def begin() -> None:
+            run.create(resolved, early)
+            console.note(f"run     {run.path}, all options in {run.resolved}")
+
+        outcome = trainer.train(prepared, run, console, started, begin)
     if isinstance(outcome, trainer.Stopped):
         print(f"stopped after step {outcome.step} of {outcome.total_steps}, state saved in {outcome.saved}")
-        print(f"resume  {_resume_command(run)}")
+        print(f"resume  {run.resume_command}")
         raise typer.Exit(128 + outcome.signal_number)
 
 
@@ -108,7 +121,7 @@ def generate(
     with _reported():
         from megatrain.generate import answer
 
-        print(answer(folder, prompt, max_new_tokens))
+        print(answer(folder.expanduser(), prompt, max_new_tokens))
 
 
 @app.command()
@@ -124,6 +137,7 @@ def export(
         from megatrain.run_folder import quiet_libraries
 
         quiet_libraries()
+        source, target = source.expanduser(), target.expanduser()
         export_save(source, target, dtype, console.progress)
         console.note(f"model   {target}")
 
@@ -160,7 +174,13 @@ def _console(every: int = 1) -> Iterator[ConsoleLogger]:
 
     from megatrain.loggers.console import ConsoleLogger
 
-    console = ConsoleLogger(Console(highlight=False), every)
+    class Output(Console):
+        """Tells the caller that the reader has gone, where rich would end the thread that happens to print."""
+
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError(errno.EPIPE, "the reader of the output has gone")
+
+    console = ConsoleLogger(Output(highlight=False), every)
     try:
         yield console
     finally:
@@ -178,6 +198,7 @@ def _reported() -> Iterator[_Report]:
     """Turns errors into what the user reads, and into the exit code: 2 for a user's mistake, 1 for ours."""
     report = _Report()
     try:
+        _check_working_folder()
         yield report
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -186,7 +207,7 @@ def _reported() -> Iterator[_Report]:
     except KeyboardInterrupt:
         print(f"interrupted (exit 130, {_left(report.run)})", file=sys.stderr)
         raise typer.Exit(130) from None
-    except typer.Exit:
+    except (typer.Exit, BrokenPipeError):
         raise
     except Exception as error:
         _print_failure(error, report.run)
@@ -196,10 +217,17 @@ def _reported() -> Iterator[_Report]:
             report.run.close()
 
 
+def _check_working_folder() -> None:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise UserError("the folder that you are in no longer exists\n  fix:   cd to one that does") from None
+
+
 def _left(run: RunFolder | None) -> str:
     """What a run that ended early leaves; before its first step that is nothing."""
     if run and run.created and run.metrics.exists():
-        return f"log: {run.log}, to go on: {_resume_command(run)}"
+        return f"log: {run.log}, to go on: {run.resume_command}"
     if run:
         run.abandon()
     return "nothing was written"
@@ -211,15 +239,22 @@ def _print_failure(error: Exception, run: RunFolder | None) -> None:
     print(f"failed: {where}", file=sys.stderr)
     if run and run.created:
         logging.getLogger("megatrain").error("the run failed", exc_info=error)
-        print(f"  log:   {run.log}\n  resume {_resume_command(run)}", file=sys.stderr)
+        print(f"  log:   {run.log}\n  resume {run.resume_command}", file=sys.stderr)
     else:
         traceback.print_exception(error, file=sys.stderr)
-
-
-def _resume_command(run: RunFolder) -> str:
-    return f"megatrain train {run.resolved} checkpoint.resume=auto"
+        if run:
+            run.abandon()
 
 
 def main() -> None:
     """Entry point of the ``megatrain`` command."""
-    app(prog_name="megatrain")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows ? in its place
+    try:
+        app(prog_name="megatrain")
+    finally:
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:  # who reads has gone (`| head`): nobody is left to be told
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -42,10 +42,12 @@ def option(
     le: float | None = None,
     lt: float | None = None,
     size: bool = False,
+    path: bool = False,
 ) -> Any:
-    """A field with its documentation, its allowed range and, for ``size``, the rule that it is read as bytes."""
+    """A field with its documentation, its allowed range and the rules that it is read as bytes (``size``), or that a
+    ``~`` at its start is the home folder and that it is not empty (``path``)."""
     limits = {k: v for k, v in (("ge", ge), ("gt", gt), ("le", le), ("lt", lt)) if v is not None}
-    metadata = {"doc": doc, "limits": limits, "size": size}
+    metadata = {"doc": doc, "limits": limits, "size": size, "path": path}
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -62,7 +64,7 @@ def section(cls: type, doc: str) -> Any:
 class ModelConfig:
     """Which model is trained."""
 
-    name_or_path: str = option("Folder of the model, or its name on the Hugging Face hub.")
+    name_or_path: str = option("Folder of the model, or its name on the Hugging Face hub.", path=True)
     revision: str | None = option("Branch, tag or commit of a hub name. Default: the hub's main branch.", None)
     trust_remote_code: bool = option("Run Python code that the model's own folder brings.", False)
     attn_implementation: Literal["sdpa", "eager"] = option("Attention kernel of the model.", "sdpa")
@@ -72,7 +74,7 @@ class ModelConfig:
 class DataConfig:
     """What it is trained on."""
 
-    train: str = option("JSONL file with one training row per line.")
+    train: str = option("JSONL file with one training row per line.", path=True)
     format: str = option(
         "Form of the rows: `messages`, `prompt_completion` or `text`; `auto` decides by the first row's columns.",
         "auto",
@@ -85,6 +87,7 @@ class DataConfig:
         "Jinja file that replaces the model's chat template, or `none` to train prompt_completion rows as plain text. "
         "Default: the model's own template.",
         None,
+        path=True,
     )
     max_seq_len: int | None = option(
         "Longest row, in tokens. Default: what the model has positions for, at most 4096.", None, ge=2
@@ -200,7 +203,9 @@ class CheckpointConfig:
 
     every: int = option("Steps between saves; 0 saves only when the run is interrupted.", 500, ge=0)
     keep: int = option("Newest saves that are kept.", 2, ge=1)
-    resume: str = option("`no`, `auto` (the newest complete save in output_dir) or the folder of a save.", "no")
+    resume: str = option(
+        "`no`, `auto` (the newest complete save in output_dir) or the folder of a save.", "no", path=True
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +238,9 @@ class RunConfig:
     checkpoint: CheckpointConfig = section(CheckpointConfig, "save and resume")
     export: ExportConfig = section(ExportConfig, "the exported model")
     logging: LoggingConfig = section(LoggingConfig, "what is shown")
-    output_dir: str = option("Folder of the run: log, metrics, saves and the trained model. Must be new or empty.")
+    output_dir: str = option(
+        "Folder of the run: log, metrics, saves and the trained model. Must be new or empty.", path=True
+    )
 
 
 def options(cls: type = RunConfig, prefix: str = "") -> dict[str, tuple[Field[Any], Any]]:

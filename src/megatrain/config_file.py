@@ -5,6 +5,7 @@ The pydantic models are made from the dataclasses of :mod:`megatrain.config`; th
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import MISSING, asdict, fields
 from difflib import get_close_matches
@@ -95,6 +96,11 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _decimal(loader: _Loader, node: yaml.ScalarNode) -> int:
+    """``010`` is ten: what YAML 1.2 says, and what people mean."""
+    return int(str(loader.construct_scalar(node)).replace("_", ""))
+
+
 class _Dumper(yaml.SafeDumper):
     """Quotes the texts that :class:`_Loader`, or a reader of YAML 1.1, would take for something else."""
 
@@ -109,6 +115,9 @@ for _tag, _pattern, _first in (
 ):  # fmt: skip
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _decimal)
 
 
 def _number(kind: type) -> BeforeValidator:
@@ -138,7 +147,11 @@ def _validated(cls: type) -> type[BaseModel]:
         else:
             kind = hints[f.name]
             plain: Any = next((t for t in (kind, *get_args(kind)) if t in (int, float)), None)
-            if f.metadata["size"]:
+            if f.metadata["path"]:
+                # The one place where `~` is read, so that every path that is shown or kept is the same.
+                text = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
+                kind = text | None if type(None) in get_args(kind) else text
+            elif f.metadata["size"]:
                 name = f.name
                 kind = Annotated[kind, AfterValidator(lambda v, n=name: (parse_bytes(n, v), v)[1])]
             elif plain:
@@ -248,6 +261,8 @@ def _message(error: Any, source: str) -> str:
         return f"{name}: unknown option in {source}\n  fix:   {_known_as(name)}"
     if known is None:
         return f"{name}: {value!r} is not a section\n  fix:   write {name}: {{key: value}}"
+    if value in (None, "") and options()[known][0].metadata["path"]:
+        return f"{known}: empty\n  needed: {options()[known][0].metadata['doc']}\n  fix:   write {known}=VALUE"
     near = get_close_matches(str(value), expected(known).removeprefix("one of ").split(", "), 1)
     return f"{known}: {value!r} is not {expected(known)}" + (f"\n  fix:   did you mean {near[0]}?" if near else "")
 

@@ -9,9 +9,8 @@ from pathlib import Path
 from megatrain.errors import UserError
 from megatrain.machine import GIB, Machine, disk_free
 
-# Host memory per parameter: FP32 master, two FP32 moments, and a gradient in the compute format: BF16 on a GPU, FP32
-# on the CPU.
-_BYTES_PER_PARAMETER = {"gpu": 14, "cpu": 16}
+# Host memory per parameter: FP32 master, two FP32 moments, and a BF16 gradient.
+_BYTES_PER_PARAMETER = 14
 _KEPT_FREE = 0.1  # share of memory that is left to the system, the data and the framework
 
 
@@ -44,12 +43,12 @@ def verdict(machine: Machine, findings: list[Finding]) -> str:
     blocking = [f.subject for f in findings if f.blocks]
     if blocking:
         return f"cannot train yet: see {', '.join(blocking)}"
-    each = _BYTES_PER_PARAMETER["gpu" if machine.gpus else "cpu"]
+    each = _BYTES_PER_PARAMETER
     billions = machine.memory_free * (1 - _KEPT_FREE) / each / 1e9
     size = f"models up to about {billions:.1f}B parameters (free RAM at {each} bytes a parameter)"
     if machine.gpus:
         return f"ready: trains {size}"
-    return f"ready, on the CPU only, which is slow: {size}"
+    return f"ready, on the CPU only, which is slow: {size} with compute.dtype=bfloat16; FP32 takes 16"
 
 
 def _cores(machine: Machine) -> Finding:

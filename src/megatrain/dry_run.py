@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import MISSING
 from itertools import groupby
 
+from megatrain.config import RunConfig, options
 from megatrain.datasets import Row
 from megatrain.datasets._encode import Encoder
-from megatrain.loggers._screens import data_line, disk_size, model_line, size
+from megatrain.loggers._screens import data_line, model_line, size
 from megatrain.preflight import Prepared
+from megatrain.resume import flat_options
 from megatrain.trainer import data_figures
 
 _ROWS = 2
 _LONGEST = 600  # characters of a row that are shown
 
 
-def describe(prepared: Prepared, resolved: str) -> Iterator[str]:
-    """The resolved options, the model, the data with its first rows, the steps, memory and disk."""
-    yield "options (resolved):"
-    yield from (f"  {line}" for line in resolved.splitlines())
+def describe(prepared: Prepared) -> Iterator[str]:
+    """The options that are not the defaults, the first rows, and last the model, data, steps, memory and disk."""
+    yield "options (all others have the defaults of docs/config.md):"
+    yield from (f"        {line}" for line in _given(prepared.config))
+    for number, row in enumerate(prepared.data.rows[:_ROWS], 1):
+        yield f"row {number}   {len(row)} tokens; trained on is what stands in [[ ]]:"
+        yield from (f"        {line}" for line in marked_text(prepared.data.encoder, row).splitlines())
     yield model_line(prepared.name, prepared.parameters, prepared.dtype)
     yield data_line(data_figures(prepared.data))
     for line, bad in prepared.data.bad[:10]:
         yield f"        line {line} skipped: {bad.reason}"
-    for number, row in enumerate(prepared.data.rows[:_ROWS], 1):
-        yield f"row {number}   {len(row)} tokens; trained on is what stands in [[ ]]:"
-        yield from (f"        {line}" for line in marked_text(prepared.data.encoder, row).splitlines())
     rows, tokens, micro_batches = prepared.batches.largest
     schedule, last = prepared.schedule, prepared.total_steps - 1
     yield (
@@ -34,8 +37,18 @@ def describe(prepared: Prepared, resolved: str) -> Iterator[str]:
     )
     device = prepared.config.placement.device_memory or "all that is free"
     yield f"memory  {prepared.device} {device} · host {size(prepared.host_bytes)} of {size(prepared.host_limit)} free"
-    yield f"disk    each save {disk_size(prepared.save_bytes)}, free {disk_size(prepared.disk_free)}"
+    yield f"disk    each save {size(prepared.save_bytes)}, free {size(prepared.disk_free)}"
     yield "dry run: nothing was trained or written"
+
+
+def _given(config: RunConfig) -> Iterator[str]:
+    """``name: value`` of each option whose value is not its default."""
+    known = options()
+    for name, value in flat_options(config).items():
+        f = known[name][0]
+        default = f.default_factory() if f.default_factory is not MISSING else f.default
+        if value != default:
+            yield f"{name}: {value}"
 
 
 def marked_text(encoder: Encoder, row: Row) -> str:

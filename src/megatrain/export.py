@@ -27,8 +27,6 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 MAX_SHARD_BYTES = 5_000_000_000
 
-_SMALL_FILES = 64 << 20  # room for tokenizer, config and headers in the check of free space
-
 
 @dataclass(frozen=True, slots=True)
 class ExportTensor:
@@ -124,7 +122,7 @@ def _target(folder: str | Path) -> Path:
 
 def _require(folder: Path, plan: _Plan) -> None:
     require_empty(folder)
-    require_space(folder, plan.nbytes + _SMALL_FILES)
+    require_space(folder, plan.nbytes)
 
 
 def _plan(

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatrain import machine
 from megatrain.errors import UserError
-from megatrain.hub import read_json
+from megatrain.hub import check_adapter, read_json
 from megatrain.run_folder import quiet_libraries
 
 
@@ -16,6 +16,7 @@ def answer(folder: Path, prompt: str, max_new_tokens: int) -> str:
 
     Raises :class:`UserError` if ``folder`` is no exported model or does not fit host memory.
     """
+    check_adapter(folder)
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder}: no config.json\n  fix:   name an exported model, such as runs/first/final")
     read_json(folder / "config.json")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ def find_model(name: str, revision: str | None, trust_remote_code: bool, progres
     Raises :class:`UserError`, naming repository, cause and command, for what cannot be found, read or downloaded.
     """
     if Path(name).is_dir():
+        check_adapter(Path(name))
         if revision is not None:
             raise UserError(
                 "model.revision: only a hub name has revisions\n  fix:   remove model.revision, or name a hub model"
@@ -33,11 +35,37 @@ def find_model(name: str, revision: str | None, trust_remote_code: bool, progres
         if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or _looks_local(name):
             raise UserError(
                 f"model.name_or_path: {name}: no such folder\n"
-                "  fix:   check the path; a hub name has the form owner/model"
+                f"  fix:   {_near_folder(name) or 'check the path; a hub name has the form owner/model'}"
             )
         folder = _cached(name, revision, trust_remote_code) or _download(name, revision, trust_remote_code, progress)
     check_code(folder, name, trust_remote_code)
     return folder
+
+
+def check_adapter(folder: Path) -> None:
+    """Raise :class:`UserError` if ``folder`` holds a LoRA adapter and not a whole model."""
+    file = folder / "adapter_config.json"
+    if file.is_file() and not (folder / "config.json").is_file():
+        base = read_json(file).get("base_model_name_or_path") or "its base model"
+        raise UserError(
+            f"model.name_or_path: {folder} is an adapter (adapter_config.json), made for {base}, not a whole model\n"
+            f"  fix:   train {base}; or merge the two first, with peft:\n"
+            f"         AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload()"
+            ".save_pretrained('merged')"
+        )
+
+
+def _near_folder(name: str) -> str | None:
+    """``did you mean ...?`` for a mistyped folder, None if none has such a name."""
+    path = Path(name)
+    beside = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
+    near = get_close_matches(path.name, beside, 1)
+    return f"did you mean the folder {path.with_name(near[0])}?" if near else None
+
+
+def _not_here(name: str) -> str:
+    """What to add to an error of the hub, for a name that may have been meant as a folder."""
+    return f"\n         as a folder: there is no {Path(name).absolute()}; {_near_folder(name) or 'check the path'}"
 
 
 def _looks_local(name: str) -> bool:
@@ -76,7 +104,8 @@ def _download(name: str, revision: str | None, trust_remote_code: bool, progress
     if constants.HF_HUB_OFFLINE:
         raise UserError(
             f"{page}: no complete copy in the cache, and HF_HUB_OFFLINE is set\n"
-            f"  found: {constants.HF_HUB_CACHE}\n  fix:   unset HF_HUB_OFFLINE and run: hf download {name}"
+            f"  found: {constants.HF_HUB_CACHE}\n"
+            f"  fix:   unset HF_HUB_OFFLINE and run: hf download {name}{_not_here(name)}"
         )
     try:
         return Path(
@@ -101,15 +130,16 @@ def _download(name: str, revision: str | None, trust_remote_code: bool, progress
         if e.response is not None and e.response.status_code == 401:
             raise UserError(
                 f"{page}: the repository is private, or does not exist: without a login the hub does not say which\n"
-                f"  fix:   check the name, or log in with: hf auth login"
+                f"  fix:   check the name, or log in with: hf auth login{_not_here(name)}"
             ) from None
         raise UserError(
-            f"{page}: no such repository for this login\n  fix:   check owner and name at huggingface.co/{name}"
+            f"{page}: no such repository for this login\n"
+            f"  fix:   check owner and name at huggingface.co/{name}{_not_here(name)}"
         ) from None
     except (LocalEntryNotFoundError, ConnectionError, TimeoutError) as e:
         raise UserError(
             f"{page}: not in the cache, and the hub cannot be reached (no network?)\n  found: {_first_line(e)}\n"
-            f"  fix:   run where there is a network: hf download {name}; or name a folder"
+            f"  fix:   run where there is a network: hf download {name}{_not_here(name)}"
         ) from None
     except HfHubHTTPError as e:
         raise UserError(f"{page}: the hub refused: {_first_line(e)}\n  fix:   try again later") from None

@@ -2,86 +2,45 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import partial
 from math import isfinite
+from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, PreTrainedConfig
 
-from megatrain import kernels
+from megatrain.assembly import Settings, assemble
 from megatrain.checkpoint import load_state, save_state
-from megatrain.config import parse_bytes
+from megatrain.checks import number, whole
 from megatrain.devices import Device, Ticket, open_device
 from megatrain.engine.batches import HostBatch, check_batch, check_batches
-from megatrain.engine.buffers import DeviceMemory
 from megatrain.engine.clipping import Clipping
-from megatrain.engine.executor import Engine, EngineOptions
 from megatrain.engine.operations import Run
-from megatrain.engine.placement import Placement, resident_units
-from megatrain.engine.template import Templates, unit_seed
+from megatrain.engine.placement import Placement
+from megatrain.engine.template import unit_seed
 from megatrain.engine.workspace import Shape
 from megatrain.errors import LaneError, UserError
 from megatrain.export import ExportTensor, write_model
-from megatrain.losses.cross_entropy import token_losses
 from megatrain.model_files import ModelFiles
-from megatrain.models._compiled import compiled_token_loss
-from megatrain.models.decoder import Decoder
+from megatrain.optimizers import Optimizer
 from megatrain.optimizers.adamw import AdamW
-from megatrain.store import Slab, Store
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
-    from megatrain.optimizers import Optimizer
+from megatrain.results import EvalResult, MemoryReport, StepResult
+from megatrain.store import Store
 
 _log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
 MicroBatch = Mapping[str, torch.Tensor]
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAX_SKIPPED = 3
 """Steps in a row with a non-finite gradient after which training stops."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """One optimizer step."""
-
-    loss: float
-    """Mean negative log-likelihood per target token of the step."""
-    grad_norm: float
-    """Global norm before clipping."""
-    tokens: int
-    """Target tokens of the step."""
-    skipped: bool
-    """The gradient was not finite, so nothing was updated."""
-    corrected: bool
-    """Units were updated before the norm was known, and that was corrected: bitwise results may differ from the same
-    step with ``clipping="deferred"``."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalResult:
-    """Mean negative log-likelihood over all target tokens of an evaluation."""
-
-    loss: float
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryReport:
-    """Bytes in use. ``device_peak`` is what a run like this one needs as its ``device_memory``."""
-
-    device_budget: int | None
-    device_peak: int
-    host_bytes: int
-    by_label: dict[str, int]
 
 
 class Model:
@@ -125,21 +84,21 @@ class Model:
         a share of the layers to keep (``"30%"``, the last ones), or their names. ``boundaries="host"`` moves the inputs
         of layers to host memory until backward; ``boundary_every=k`` keeps only every k-th, and computes the others
         again; ``order="micro_batch"`` takes a micro-batch through the whole model before the next one, for which all
-        weights must be on the device. They change memory and speed, not results.
+        weights must be on the device.
         ``gradient_dtype`` is what gradients leave the device in, by default the compute dtype. ``seed`` is the seed of
         dropout. ``loss_chunk_tokens`` bounds the tokens whose logits exist at once. ``compile`` compiles the layers
         with torch.compile (default: on CUDA); results then differ in rounding. ``weights_on_device`` and
         ``states_on_device`` keep weights, or all training state, of some units on the device: bytes, a share, or
-        names of units (``"embedding"``, ``"layers.0"`` ..., ``"head"``); results do not depend on them.
+        names of units (``"embedding"``, ``"layers.0"`` ..., ``"head"``); an update on a GPU equals the host's to
+        rounding.
         """
-        if slots < 1:
-            raise UserError(f"placement.slots: {slots} is out of range; it must be at least 1")
-        if boundary_every < 1:
-            raise UserError(f"compute.boundary_every: {boundary_every} is out of range; it must be at least 1")
-        _check_choice("compute.boundaries", boundaries, ("device", "host"))
-        _check_choice("compute.order", order, ("layer", "micro_batch"))
+        whole("seed", seed, 0)
+        self._optimizer = AdamW() if optimizer is None else optimizer
+        if not isinstance(self._optimizer, Optimizer):
+            raise UserError(f"optimizer: {optimizer!r} is not an optimizer of MegaTrain's; give AdamW(lr=...)")
+        if not isinstance(device, (str, Device)):
+            raise UserError(f"placement.device: {device!r} is unknown; choose auto, cuda, cpu or sim")
         self.config, self._seed = config, seed
-        self._optimizer = optimizer or AdamW()
         self._clipping = Clipping(clipping, max_grad_norm, self._optimizer)
         self._source: ModelFiles | None = None
         self._broken: str | None = None
@@ -147,76 +106,30 @@ class Model:
         self._gradients_kept = False
         self._step = self._skipped_in_a_row = 0
         self._device = open_device(device) if isinstance(device, str) else device
-        with ExitStack() as undo:  # a constructor that fails leaves neither threads nor pinned memory behind
-            undo.callback(self._device.close)
-            compute = self._compute_dtype(compute_dtype)
-            gradient = compute
-            if gradient_dtype is not None:
-                gradient = _DTYPES[_check_choice("compute.gradient_dtype", gradient_dtype, _DTYPES)]
-            _log.info("device: %s, compute dtype %s", self._device.name, str(compute).removeprefix("torch."))
-            self._kernel = kernels.load(kernel)  # type: ignore[arg-type]
-            compiling = self._device.name == "cuda" if compile is None else compile
-            self._decoder = Decoder(
-                config,
-                dtype=compute,
-                device=self._device.torch_device,
+        parts = assemble(
+            config,
+            self._device,
+            self._optimizer,
+            Settings(
+                compute_dtype=compute_dtype,
+                gradient_dtype=gradient_dtype,
+                slots=slots,
+                device_memory=device_memory,
+                host_memory=host_memory,
+                activations=activations,
+                boundaries=boundaries,
+                boundary_every=boundary_every,
+                order=order,
+                weights_on_device=weights_on_device,
+                states_on_device=states_on_device,
+                loss_chunk_tokens=loss_chunk_tokens,
                 attn_implementation=attn_implementation,
                 trust_remote_code=trust_remote_code,
-                compile=compiling,
-            )
-            layouts = {unit.name: unit.layout for unit in self._decoder.units}
-            budget = parse_bytes("placement.device_memory", device_memory)
-            sizes = {name: Slab.nbytes(layout, compute, gradient) for name, layout in layouts.items()}
-            heads = {name: layout.numel * compute.itemsize for name, layout in layouts.items()}
-            states = resident_units("placement.states", states_on_device, sizes)
-            weights = resident_units("placement.weights", weights_on_device, heads)
-            streamed = [name for name in layouts if name not in weights | states]
-            if order == "micro_batch" and streamed:
-                raise UserError(
-                    f"compute.order: micro_batch needs all weights on the device, and those of {streamed[0]} stream;"
-                    " set placement.weights=100% or placement.states=100%, or use order=layer"
-                )
-            host_budget = parse_bytes("placement.host_memory", host_memory)
-            self._check_host(
-                host_budget,
-                Store.bytes_needed(
-                    [layout for name, layout in layouts.items() if name not in states], compute, gradient
-                ),
-            )
-            self._device.limit(budget)
-            memory = DeviceMemory(budget)
-            where = self._device.torch_device
-            self._store = Store(
-                layouts,
-                compute,
-                self._kernel,
-                self._device.register,
-                self._device.unregister,
-                gradient_dtype=gradient,
-                on_device={
-                    name: lambda numel, dtype: memory.allocate("resident state", numel, dtype, where) for name in states
-                },
-            )
-            undo.callback(self._store.close)
-            chunk = loss_chunk_tokens or _default_chunk(
-                config.get_text_config().vocab_size, budget or self._device.total_memory
-            )
-            token_loss = compiled_token_loss(token_losses) if compiling else token_losses
-            templates = Templates(self._decoder, token_loss, self._device.torch_device, chunk)
-            options = EngineOptions(
-                slots=slots,
-                activations_kept=self._kept(activations),
-                compute_dtype=compute,
-                gradient_dtype=gradient,
-                weights_resident=weights,
-                states_resident=states,
-                boundaries_on_host=boundaries == "host",
-                boundary_every=boundary_every,
-                micro_batch_major=order == "micro_batch",
-                host_budget=host_budget,
-            )
-            self._engine = Engine(self._device, self._store, templates, self._optimizer, self._kernel, options, memory)
-            undo.pop_all()
+                compile=compile,
+                kernel=kernel,
+            ),
+        )
+        self._decoder, self._store, self._engine = parts.decoder, parts.store, parts.engine
 
     @classmethod
     def from_pretrained(
@@ -232,14 +145,11 @@ class Model:
         ``progress(phase, done, total)`` is called with bytes. Other options are those of the constructor. Raises
         `UserError` when files are missing, damaged or do not fit the model.
         """
-        from transformers import AutoConfig
-
-        folder = Path(path)
+        folder = _path("model.name_or_path", path)
+        if progress is not None and not callable(progress):
+            raise UserError(f"progress: {progress!r} cannot be called; give a function of (phase, done, total)")
         files = ModelFiles(folder)
-        try:
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-        except (ValueError, OSError, KeyError) as error:
-            raise UserError(f"model.name_or_path: {folder}/config.json cannot be read: {error}") from error
+        config = read_config(folder, trust_remote_code)
         model = cls(config, trust_remote_code=trust_remote_code, **options)
         try:
             model._load(files, progress)
@@ -252,6 +162,10 @@ class Model:
     @classmethod
     def from_config(cls, config: PreTrainedConfig, *, seed: int = 0, **options: Any) -> Self:
         """A model with fresh random weights, drawn unit by unit as transformers initialises this family."""
+        if not isinstance(config, PreTrainedConfig):
+            raise UserError(
+                f"config: {type(config).__name__}; give a config object of transformers, as of LlamaConfig(...)"
+            )
         model = cls(config, seed=seed, **options)
         for index, unit in enumerate(model._decoder.units):
             for local, values in model._decoder.initial_weights(unit, unit_seed(seed, 0, -1, index)).items():
@@ -270,9 +184,7 @@ class Model:
         Ctrl-C lets the step finish first; a second one drops it, and the model must be reloaded.
         """
         batches = self._checked(micro_batches)
-        rate = self._optimizer.base_lr if lr is None else float(lr)
-        if not (isfinite(rate) and rate >= 0):
-            raise UserError(f"lr: {rate} is out of range; it must be a finite number >= 0")
+        rate = self._optimizer.base_lr if lr is None else number("lr", lr, "a finite number >= 0", least=0)
         run = Run(
             batches=batches,
             training=True,
@@ -354,6 +266,8 @@ class Model:
     def reserve(self, rows: int, tokens: int, micro_batches: int, packed: bool = False) -> None:
         """Raise `UserError` unless a step of ``micro_batches`` times ``[rows, tokens]`` fits; changes nothing else."""
         self._usable()
+        rows, tokens = whole("rows", rows, 1), whole("tokens", tokens, 1)
+        micro_batches = whole("micro_batches", micro_batches, 1)
         with self._all_or_broken():
             self._engine.admit([Shape(rows, tokens, packed)] * micro_batches, training=True)
 
@@ -415,6 +329,11 @@ class Model:
     ) -> None:
         """Write everything that training needs to go on bitwise: masters, moments, counters and ``extra`` (JSON)."""
         self._settle()
+        path = _path("path", path)
+        try:
+            json.dumps(extra)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"extra: it holds what JSON cannot: {error}") from error
         meta = {"step": self._step, "seed": self._seed, "norms": self._clipping.history, "extra": extra or {}}
         save_state(path, self._store, meta, progress)
 
@@ -445,6 +364,7 @@ class Model:
             self._store.close()
 
     def __enter__(self) -> Self:
+        self._usable()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -456,6 +376,11 @@ class Model:
         done, total = 0, sum(self._store.place(name)[1].numel for name in expected)
         for name in expected:
             for start, block in files.read_blocks(name):
+                if not bool(block.isfinite().all()):
+                    raise UserError(
+                        f"model: {files.folder}: {name} holds NaN or infinite values, so nothing can be trained from"
+                        " it; take an earlier checkpoint, or download the files again"
+                    )
                 self._store.load_master(name, start, block)
                 done += block.numel()
                 if progress is not None:
@@ -536,41 +461,20 @@ class Model:
             self._break(str(error))
             raise
 
-    def _compute_dtype(self, name: str | None) -> torch.dtype:
-        if name is None:
-            name = "bfloat16" if self._device.name == "cuda" else "float32"
-        dtype = _DTYPES[_check_choice("compute.dtype", name, _DTYPES)]
-        self._device.check_dtype(dtype)
-        return dtype
 
-    def _kept(self, activations: str | Sequence[str]) -> frozenset[str]:
-        """Layers whose activations are kept; a share takes the last ones, whose backward comes first."""
-        layers = {unit.name: 1 for unit in reversed(self._decoder.units) if unit.structure >= 0}
-        if activations in ("recompute", "keep"):
-            return frozenset(layers if activations == "keep" else ())
-        if isinstance(activations, str) and not activations.rstrip().endswith("%"):
-            raise UserError(
-                f"compute.activations: {activations!r} is unknown; choose recompute, keep, a share such as 30%, or a"
-                " list of layers"
-            )
-        return resident_units("compute.activations", activations, layers)
-
-    @staticmethod
-    def _check_host(budget: int | None, needed: int) -> None:
-        if budget is not None and needed > budget:
-            raise UserError(
-                f"placement.host_memory: {budget / 2**30:.2f} GiB is too small: masters, moments and gradients take"
-                f" {needed / 2**30:.2f} GiB ({needed} bytes); raise it, or train a smaller model"
-            )
+def read_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
+    """The transformers config of a checkpoint folder; `UserError` when it cannot be read."""
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"model.name_or_path: {folder / 'config.json'} cannot be read: {reason}") from error
+    return config
 
 
-def _check_choice(field: str, value: str, choices: Sequence[str] | Mapping[str, Any]) -> str:
-    if value not in choices:
-        raise UserError(f"{field}: {value!r} is unknown; choose {' or '.join(choices)}")
-    return value
-
-
-def _default_chunk(vocab_size: int, device_memory: int) -> int:
-    """Tokens whose logits, at some 16 bytes a vocabulary entry, take a twelfth of the memory (at most 8 GiB)."""
-    share = min(8 << 30, device_memory // 12)
-    return max(16, min(8192, share // (16 * vocab_size)))
+def _path(field: str, value: str | PathLike[str]) -> Path:
+    if not isinstance(value, (str, PathLike)):
+        raise UserError(f"{field}: {value!r} is not a path")
+    return Path(fspath(value)).expanduser()

@@ -5,6 +5,7 @@ What a user may have got wrong is found here, in seconds and before anything is 
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from megatrain import machine
+from megatrain._durable import space_for
 from megatrain.config import RunConfig, parse_bytes
 from megatrain.datasets._batches import Batches
 from megatrain.datasets._load import Dataset, Progress, load_dataset
@@ -72,18 +74,26 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     host_bytes = Store.bytes_needed(layouts, _TORCH[dtype], _TORCH[gradient])
     limit = _host_limit(config)
     if config.placement.states is None:  # else the engine says what is left for the host
-        _check_host(host_bytes, limit)
+        _check_host(config, host_bytes, limit)
     tokenizer = _tokenizer(folder, m.trust_remote_code)
     text = model_config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     data = load_dataset(config.data, tokenizer, vocab_size=text.vocab_size, positions=positions, progress=progress)
     batches = _batches(config, tokenizer, data)
+    boundaries = _boundary_bytes(config, batches, text, dtype)
+    if boundaries:
+        host_bytes = Store.bytes_needed(layouts, _TORCH[dtype], _TORCH[gradient], boundaries)
+        if config.placement.states is None:
+            _check_host(config, host_bytes, limit)
     total = config.train.max_steps or config.train.epochs * batches.steps_per_epoch
     schedule = Schedule.from_config(config.schedule, config.optim.lr, total)
     saves = config.checkpoint.keep + 1 if 0 < config.checkpoint.every < total else 1
-    export = parameters * _EXPORT_BYTES.get(config.export.dtype or files.dtype_name, 2)
+    saves = max(1, saves - _complete_saves(config))
+    export = sum(math.prod(files.shape(n)) for n in files.names)
+    export *= _EXPORT_BYTES.get(config.export.dtype or files.dtype_name, 2)
     disk_free = machine.disk_free(config.output_dir)
-    _check_disk(config, saves * parameters * STATE_BYTES, saves, export, disk_free)
+    needed = saves * space_for(parameters * STATE_BYTES) + space_for(export)
+    _check_disk(config, needed, saves, disk_free)
     return Prepared(
         config=config,
         folder=folder,
@@ -103,11 +113,12 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
 
 
 def _model_config(folder: Path, trust_remote_code: bool) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (ValueError, KeyError, OSError, TypeError) as e:
+    except (ValueError, KeyError, OSError, TypeError, AttributeError, StrictDataclassError) as e:
         raise UserError(
             f"model.name_or_path: {folder / 'config.json'}: {' '.join(str(e).split())[:200]}\n"
             "  fix:   give a model that this version of transformers knows, or correct config.json"
@@ -138,20 +149,41 @@ def _host_limit(config: RunConfig) -> int:
     return machine.probe().memory_free if asked is None else asked
 
 
-def _check_host(need: int, limit: int) -> None:
+def _check_host(config: RunConfig, need: int, limit: int) -> None:
     if need + _PROCESS_BYTES > limit:
+        way_out = "a machine or container with more memory, or a smaller model"
+        if config.placement.host_memory is not None and need + _PROCESS_BYTES <= machine.probe().memory_free:
+            mebibytes = -(-(need + _PROCESS_BYTES) >> 20)
+            way_out = f"raise placement.host_memory to {mebibytes}MiB or more, or leave it out"
         raise UserError(
             f"placement.host_memory: the training state needs {size(need)} and the process {size(_PROCESS_BYTES)}\n"
             f"  found: {size(limit)}, {size(need + _PROCESS_BYTES - limit)} too little\n"
-            "  fix:   a machine or container with more memory, or a smaller model"
+            f"  fix:   {way_out}"
         )
 
 
-def _check_disk(config: RunConfig, states: int, saves: int, export: int, free: int) -> None:
-    if states + export > free:
+def _boundary_bytes(config: RunConfig, batches: Batches, text: Any, dtype: str) -> int:
+    """Host memory for the inputs of layers in the largest step; the few that never leave the device are counted too."""
+    if config.compute.boundaries == "device":
+        return 0
+    rows, tokens, micro_batches = batches.largest
+    kept = -(-text.num_hidden_layers // config.compute.boundary_every)
+    together = 1 if config.compute.order == "micro_batch" else micro_batches
+    return int(kept * together * rows * tokens * text.hidden_size * _TORCH[dtype].itemsize)
+
+
+def _complete_saves(config: RunConfig) -> int:
+    """Saves that a resumed run finds; they have their room already."""
+    if config.checkpoint.resume == "no":
+        return 0
+    return len(list(Path(config.output_dir, "checkpoints").glob("step-*/state.json")))
+
+
+def _check_disk(config: RunConfig, needed: int, saves: int, free: int) -> None:
+    if needed > free:
         raise UserError(
             f"output_dir: {config.output_dir}: the disk is too full\n"
-            f"  needed: {disk_size(states + export)} ({saves} saves of the training state and the exported model)\n"
+            f"  needed: {disk_size(needed)} ({saves} saves of the training state and the exported model)\n"
             f"  found:  {disk_size(free)} free\n"
             "  fix:    free space, name a folder on another disk, or lower checkpoint.keep"
         )
@@ -162,10 +194,11 @@ def _tokenizer(folder: Path, trust_remote_code: bool) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (ValueError, KeyError, OSError, TypeError, ImportError) as e:
+    except Exception as e:  # the tokenizers library raises nothing narrower
         raise UserError(
             f"model.name_or_path: {folder}: the tokenizer cannot be read: {' '.join(str(e).split())[:200]}\n"
-            "  fix:   fetch the tokenizer files (tokenizer.json, tokenizer_config.json) of the model"
+            "  fix:   fetch the model's tokenizer files again (tokenizer.json, tokenizer_config.json,\n"
+            "         special_tokens_map.json)"
         ) from None
 
 

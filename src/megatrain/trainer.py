@@ -7,7 +7,7 @@ import shutil
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,7 +16,8 @@ from types import FrameType
 from typing import Any
 
 from megatrain import AdamW, Model, machine
-from megatrain.checkpoint import latest_complete, prune, step_folder
+from megatrain._durable import remove_folder
+from megatrain.checkpoint import DamagedSave, prune, read_meta, set_aside, step_folder
 from megatrain.config import RunConfig, parse_bytes
 from megatrain.datasets._batches import StepBatch
 from megatrain.datasets._load import Dataset, Progress
@@ -24,6 +25,7 @@ from megatrain.loggers import Logger, StepRecord, Summary
 from megatrain.loggers._screens import DataFigures, MemoryFigures, data_line, memory_line, model_line
 from megatrain.loggers.jsonl import JsonlLogger
 from megatrain.preflight import Prepared
+from megatrain.resume import check_resume, find_save, flat_options
 from megatrain.run_folder import RunFolder
 
 _log = logging.getLogger(__name__)
@@ -63,20 +65,35 @@ class _Totals:
         self.last_losses = [*self.last_losses, loss][-_ENDS:]
 
 
-def train(prepared: Prepared, run: RunFolder, console: Logger, started: float) -> Summary | Stopped:
+def train(
+    prepared: Prepared, run: RunFolder, console: Logger, started: float, begin: Callable[[], None]
+) -> Summary | Stopped:
     """Run ``prepared`` to its end, or until SIGINT or SIGTERM asks it to stop after the step under way.
 
-    ``run`` has been created; ``started`` is the :func:`time.monotonic` of the command's start. Errors leave through
-    the exception; what was saved stays.
+    ``run`` has been claimed; ``begin`` is called once nothing can refuse the run any more, and creates it. ``started``
+    is the :func:`time.monotonic` of the command's start. Errors leave through the exception; what was saved stays.
     """
-    config = prepared.config
+    config, damaged = prepared.config, list[Path]()
+    save = find_save(config.checkpoint.resume, run.checkpoints, console, damaged)
+    if save is not None:
+        check_resume(prepared, read_meta(save)["extra"])  # before minutes of loading
     with open_model(config, prepared.folder, prepared.dtype, console.progress) as model:
         console.progress("measuring memory", 0, 0)
         model.reserve(*prepared.batches.largest)
-        save = find_save(config.checkpoint.resume, run.checkpoints, console)
         loop = _Loop(prepared, run, model, console, started)
-        if save is not None:
-            loop.resume(save)
+        while save is not None:
+            try:
+                loop.resume(save)
+                break
+            except DamagedSave as e:
+                if config.checkpoint.resume != "auto":
+                    raise
+                console.note(f"passed over {save}: {str(e).partition('. ')[0]}")
+                damaged.append(save)  # the next one replaces all that this one has put into memory
+                save = find_save(config.checkpoint.resume, run.checkpoints, console, damaged)
+        begin()
+        for path in damaged:
+            set_aside(path)
         _describe(prepared, model, console)
         with loop.logging(), _asked_to_stop() as stop:
             for step in range(loop.step, prepared.total_steps):
@@ -89,20 +106,6 @@ def train(prepared: Prepared, run: RunFolder, console: Logger, started: float) -
                 ):
                     loop.save()
             return loop.finish()
-
-
-def find_save(resume: str, saves: Path, console: Logger) -> Path | None:
-    """The save that ``checkpoint.resume`` means, None for a new start; says which were passed over and why."""
-    if resume == "no":
-        return None
-    if resume != "auto":
-        return Path(resume)
-    save, passed_over = latest_complete(saves)
-    for path, reason in passed_over:
-        console.note(f"passed over {path}: {reason}")
-    if save is None:
-        console.note(f"resume  no save in {saves}: starting from the beginning")
-    return save
 
 
 def open_model(config: RunConfig, folder: Path, dtype: str | None, progress: Progress) -> Model:
@@ -157,13 +160,15 @@ class _Loop:
 
     def resume(self, save: Path) -> None:
         """Continue after the step that ``save`` holds."""
+        changed = check_resume(self._prepared, read_meta(save)["extra"])
         extra = self._model.load_state(save, progress=self._console.progress)
         self.step = extra["step"]
-        self._batches.restore(extra["data"])
         self._schedule = self._schedule.resumed(extra["schedule"], self.step)
         self._totals = _Totals(**extra["totals"])
         self._earlier = self._totals.seconds
         self._console.note(f"resume  {save}, after step {self.step} of {self._prepared.total_steps}")
+        if changed:
+            self._console.note(f"changed {', '.join(changed)}")
 
     def save(self) -> Path:
         """Write the training state after the last step; then remove older saves beyond the number kept."""
@@ -175,6 +180,7 @@ class _Loop:
             "data": self._batches.state(),
             "schedule": self._schedule.state(),
             "totals": asdict(self._totals),
+            "options": flat_options(self._prepared.config),
         }
         self._model.save_state(path, extra=state, progress=self._console.progress)
         prune(self._run.checkpoints, self._prepared.config.checkpoint.keep)
@@ -185,7 +191,7 @@ class _Loop:
         """One optimizer step, reported to every logger."""
         total = self._prepared.total_steps
         for logger in self._loggers:
-            logger.progress(f"step {step + 1} of {total}", step, total)
+            logger.progress(f"step {step + 1} of {total}", 0, 0)
         begun, rate = time.monotonic(), self._schedule.rate(step)
         batch = self._batches.next_step()
         result = self._model.step(batch.micro_batches, lr=rate)
@@ -220,7 +226,7 @@ class _Loop:
         config, final = self._prepared.config, self._run.final
         self._console.progress(f"writing {final}", 0, 0)
         if final.exists():  # the export of an earlier end of this run
-            shutil.rmtree(final)
+            remove_folder(final)
         self._model.save_pretrained(final, dtype=config.export.dtype, progress=self._console.progress)
         if config.data.chat_template not in (None, "none"):
             # The model was trained with this template, so it is the one to be used with it.

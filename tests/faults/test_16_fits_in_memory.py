@@ -80,5 +80,5 @@ def test_dry_run_prints_each_part(tmp_path: Path) -> None:
     memory = next(line for line in lines if line.startswith("memory"))
     disk = next(line for line in lines if line.startswith("disk"))
     assert re.search(r"cpu all that is free · host \d+ MiB of [\d.]+ GiB free", memory)
-    assert re.search(r"each save \d+ MB, free [\d.,]+ [GM]B", disk)
+    assert re.search(r"each save \d+ MiB, free [\d.,]+ [GM]iB", disk)
     assert shutil.disk_usage(tmp_path).free > 0

@@ -32,8 +32,8 @@ def test_phase_and_percent_are_printed_while_nothing_else_is() -> None:
     time.sleep(0.35)
     logger.close()
     lines = out.getvalue().splitlines()
-    assert sum(line.startswith("loading · 43 % · ") for line in lines) >= 2
-    assert sum(line.startswith("step 3 of 8 · 25 % · ") for line in lines) >= 2
+    assert sum(line.startswith("        loading · 43 % · ") for line in lines) >= 2
+    assert sum(line.startswith("        step 3 of 8 · 25 % · ") for line in lines) >= 2
     assert "\x1b" not in out.getvalue()
 
 
@@ -76,7 +76,7 @@ def test_loading_first_step_and_saving_are_told(tmp_path: Path, monkeypatch: pyt
     result = megatrain("train", *arguments(tmp_path, "train.max_steps=12"))
     assert result.exit_code == 0, result.output
     assert "loading · 50 %" in result.stdout
-    assert "step 1 of 12 · 0 %" in result.stdout
+    assert "step 1 of 12 · " in result.stdout
     assert "writing " in result.stdout
 
     told = [s["seconds_left"] for s in metrics(tmp_path / "run")]
@@ -88,6 +88,7 @@ def test_loading_first_step_and_saving_are_told(tmp_path: Path, monkeypatch: pyt
 
 def test_the_log_file_holds_no_control_characters(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
+    run.claim("no")
     run.create("a: 1\n", logging.handlers.MemoryHandler(10))
     logging.getLogger("other").error("\x1b[31mred\x1b[0m\r 40%|####\x07\x00 done")
     run.close()

@@ -11,6 +11,8 @@ from _runs import arguments, chats, make_model, megatrain, metrics, write_rows
 from _tokenizers import MARKED, small_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatrain import __version__
+
 FORMS = {
     "messages": chats(12),
     "prompt_completion": [{"prompt": f"hello {i}?", "completion": f"yes {i}"} for i in range(12)],
@@ -61,8 +63,16 @@ def test_dry_run_shows_the_rows_and_writes_nothing(folder: Path) -> None:
     result = megatrain("train", *arguments(folder, "--dry-run"))
     assert result.exit_code == 0, result.output
     assert "[[yes 0<|im_end|>]]" in result.stdout
-    assert "dry run: nothing was trained or written" in result.stdout
+    lines = result.stdout.splitlines()
+    assert lines[-1] == "dry run: nothing was trained or written"
+    assert [line.split()[0] for line in lines[-6:-1]] == ["model", "data", "steps", "memory", "disk"]
+    assert "        optim.lr: 0.001" in lines
+    assert "optim.beta1" not in result.stdout  # it has its default
     assert sorted(folder.rglob("*")) == before
+
+
+def test_the_version_is_told() -> None:
+    assert megatrain("--version").stdout == f"megatrain {__version__}\n"
 
 
 def test_the_model_s_template_replaced_by_a_file(folder: Path) -> None:

@@ -18,11 +18,12 @@ Span = tuple[int, int]  # characters [start, end)
 class Encoder:
     """Encodes rows with one tokenizer and, for dialogues, one chat template.
 
-    ``chat`` is None for a model without a template: dialogues are then refused by :meth:`dialogue`.
+    ``chat`` is None for a model without a template, or where it is ``switched_off``: dialogues are then refused by
+    :meth:`dialogue`.
     """
 
-    def __init__(self, tokenizer: Any, chat: ChatTemplate | None) -> None:
-        self.tokenizer, self.chat = tokenizer, chat
+    def __init__(self, tokenizer: Any, chat: ChatTemplate | None, switched_off: bool = False) -> None:
+        self.tokenizer, self.chat, self._switched_off = tokenizer, chat, switched_off
         bos, start = tokenizer.bos_token_id, tokenizer("a")["input_ids"][:1]
         self._document_start = [bos] if bos is not None and start == [bos] else []
 
@@ -42,6 +43,12 @@ class Encoder:
         Raises :class:`UserError` naming the template and the first difference when what would be trained on
         does not decode to exactly the assistant's texts.
         """
+        if self.chat is None and self._switched_off:
+            raise UserError(
+                "the row is a dialogue, and data.chat_template=none leaves no way to write it as text\n"
+                "  fix:   remove data.chat_template for the model's own template, or name one with\n"
+                "         data.chat_template=FILE.jinja"
+            )
         if self.chat is None:
             raise UserError(
                 "the row is a dialogue, but the model brings no chat template\n"

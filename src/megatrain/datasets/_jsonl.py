@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from megatrain.datasets import BadRow
 from megatrain.errors import UserError
 
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _OTHER_FORMS = {
     ".parquet": "Parquet",
     ".csv": "CSV",
@@ -34,7 +37,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow, int]]
             done += len(raw)
             line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
             if line.strip():
-                yield number, _parse(line), done
+                yield number, _parse(line, cut_off=not raw.endswith(b"\n")), done
 
 
 def check_readable(path: Path) -> None:
@@ -65,17 +68,25 @@ def check_readable(path: Path) -> None:
     if text == b"{" or text.startswith((b"[", b"{\n", b"{\r\n")):
         raise UserError(
             f"data.train: {path} is one JSON document, not one object per line\n"
-            f"  fix:   jq -c '.[]' {path} > {path.with_suffix('.jsonl').name}"
+            f"  fix:   jq -c '.[]' {quote(str(path))} > {quote(path.with_suffix('.jsonl').name)}"
         )
 
 
-def _parse(line: bytes) -> dict[str, Any] | BadRow:
+def _parse(line: bytes, cut_off: bool) -> dict[str, Any] | BadRow:
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as e:
         return BadRow("not UTF-8", f"byte {line[e.start]:#04x} at column {e.start + 1}", "save the file as UTF-8")
     except (json.JSONDecodeError, RecursionError) as e:
+        if cut_off:
+            end = line[-60:].decode("utf-8", "replace")
+            return BadRow("the file ends in the middle of this row", f"... {end}", "write or fetch the file anew")
         return BadRow(f"not JSON: {e}", line[:60].decode("utf-8", "replace").strip())
     if not isinstance(record, dict):
         return BadRow("not a JSON object", type(record).__name__)
+    if _SURROGATE.search(line):  # a pair of them is one character; one alone is none, and no tokenizer takes it
+        try:
+            json.dumps(record, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as e:
+            return BadRow("half a character (a lone surrogate)", f"\\u{ord(e.object[e.start]):04x}")
     return record

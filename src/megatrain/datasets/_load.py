@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,12 @@ def load_dataset(
     limit = _length_limit(config, positions)
     template = find_template(tokenizer, config.chat_template)
     chat = ChatTemplate(tokenizer, *template) if template else None
-    reader = _Reader(config, path, Dataset(Encoder(tokenizer, chat), config.format, limit), vocab_size)
+    reader = _Reader(
+        config,
+        path,
+        Dataset(Encoder(tokenizer, chat, config.chat_template == "none"), config.format, limit),
+        vocab_size,
+    )
     size = path.stat().st_size if path.is_file() else 0
     for line, record, done in read_jsonl(path):
         reader.add(line, record)
@@ -86,12 +92,15 @@ class _Reader:
         self.config, self.path, self.data, self.vocab_size = config, path, dataset, vocab_size
         self.format: Format | None = None if config.format == "auto" else find_format(config.format)
         self.digest, self.seen = hashlib.blake2b(digest_size=16), 0
+        self.checked = False  # whether the mapped columns have been found in a row
 
     def add(self, line: int, record: dict[str, Any] | BadRow) -> None:
         self.seen += 1
         try:
             if isinstance(record, BadRow):
                 raise record
+            if not self.checked:
+                self._check_columns(record)
             self._encode(line, self._renamed(record))
         except BadRow as bad:
             self.data.bad.append((line, bad))
@@ -99,6 +108,20 @@ class _Reader:
                 self._stop_for_bad_rows()
         except UserError as e:
             raise UserError(f"data.train: {self.path} line {line}: {e}") from None
+
+    def _check_columns(self, record: dict[str, Any]) -> None:
+        """Raise :class:`UserError` if ``data.columns`` names a column that the first row does not have."""
+        inner = [k for v in record.values() if isinstance(v, list) for m in v if isinstance(m, dict) for k in m]
+        names = list(dict.fromkeys([*record, *inner]))
+        for ours, theirs in self.config.columns.items():
+            if theirs not in names:
+                near = get_close_matches(theirs, names, 1)
+                raise UserError(
+                    f"data.columns: {ours}: {theirs}: the row has no column {theirs!r}\n"
+                    f"  found: {', '.join(names) or 'no columns'}\n"
+                    f"  fix:   {f'did you mean {near[0]}?' if near else 'name one of these'}"
+                )
+        self.checked = True
 
     def _renamed(self, record: dict[str, Any]) -> dict[str, Any]:
         """The record under our column names; also the keys of the messages in it."""

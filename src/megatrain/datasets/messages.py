@@ -1,6 +1,7 @@
 """Dialogues: ``{"messages": [{"role": "user", "content": "..."}, ...]}``. Every assistant turn is trained on.
 
-Turns alternate between user and assistant, after at most one system message.
+Turns alternate between user and assistant, after at most one system message. ShareGPT's ``human`` and ``gpt`` are read
+as ``user`` and ``assistant``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 COLUMNS = ("messages", "role", "content")
 SPLITS = False
 
+_OTHER_NAMES = {"human": "user", "gpt": "assistant"}
 _ROLES = ("system", "user", "assistant")
 # Parts of a turn that a template would render but that are not in `content`: they would go untrained unnoticed.
 _UNSUPPORTED = ("tool_calls", "function_call", "reasoning_content", "thinking")
@@ -31,6 +33,7 @@ def encode(record: dict[str, Any], encoder: Encoder) -> Row:
     messages = record["messages"]
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise BadRow("messages is not a list of {role, content}", f"{type(messages).__name__}")
+    messages = [_with_our_role(m) for m in messages]
     for number, message in enumerate(messages, 1):
         _check_message(number, message)
     roles = [m["role"] for m in messages]
@@ -38,6 +41,11 @@ def encode(record: dict[str, Any], encoder: Encoder) -> Row:
     if not any(m["content"].strip() for m in messages if m["role"] == "assistant"):
         raise BadRow("the assistant's answer is empty, so nothing to train on", "an empty text")
     return encoder.dialogue([{"role": m["role"], "content": m["content"]} for m in messages])
+
+
+def _with_our_role(message: dict[str, Any]) -> dict[str, Any]:
+    role = message.get("role")
+    return message | {"role": _OTHER_NAMES[role]} if isinstance(role, str) and role in _OTHER_NAMES else message
 
 
 def _check_message(number: int, message: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Which buffer of a ring serves which unit or boundary: the builder's bookkeeping, without operations."""
+"""What the builder of programs keeps count of: which buffer of a ring serves which unit or boundary, and blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megatrain.layout import size_classes
 
 if TYPE_CHECKING:
-    from megatrain.engine.program import Buffer, Policy, UnitSpec
+    from megatrain.engine.program import Buffer, Op, Policy, UnitSpec
 
 
 class Rings:
@@ -123,3 +123,30 @@ def _classes(units: Sequence[UnitSpec], members: Sequence[UnitSpec]) -> tuple[di
             ring_of[name] = f"{family}{numel}"
             numel_of[ring_of[name]] = numel
     return ring_of, numel_of
+
+
+def blocks_of(layers: Sequence[UnitSpec], every: int) -> list[list[UnitSpec]]:
+    """Runs of at most ``every`` layers that are recomputed together. A layer that keeps its activations is no part of
+    one: its input is held anyway."""
+    blocks: list[list[UnitSpec]] = []
+    for layer in layers:
+        if blocks and len(blocks[-1]) < every and not (layer.keeps or blocks[-1][0].keeps):
+            blocks[-1].append(layer)
+        else:
+            blocks.append([layer])
+    return blocks
+
+
+def without_unread_copies(ops: Sequence[Op]) -> list[Op]:
+    """Leave out each OFFLOAD whose boundary is still on the device when backward needs it."""
+    wanted: set[Buffer] = set()
+    kept: list[Op] = []
+    for op in reversed(ops):
+        if op.kind == "OFFLOAD" and op.writes[0] not in wanted:
+            continue
+        if op.kind == "RELOAD":
+            wanted.add(op.reads[0])
+        elif op.kind == "OFFLOAD":
+            wanted.discard(op.writes[0])
+        kept.append(op)
+    return kept[::-1]

@@ -60,7 +60,11 @@ def check_batch(batch: Mapping[str, torch.Tensor], name: str, vocab_size: int) -
     _check_range(ids, f"{name}.input_ids", vocab_size, None)
     _check_range(labels, f"{name}.labels", vocab_size, IGNORED)
     origin = torch.arange(ids.numel()).view(ids.shape)
+    if positions is not None and bool((positions < 0).any()):
+        raise UserError(f"{name}.position_ids: {int(positions.min())} is out of range; positions count from 0")
     if mask is not None:
+        if bool(((mask != 0) & (mask != 1)).any()):
+            raise UserError(f"{name}.attention_mask: it holds other values than 0 and 1")
         shift = _padding_shift(mask, name)
         columns = (torch.arange(ids.shape[1])[None, :] + shift[:, None]) % ids.shape[1]
         ids, labels, origin = (t.gather(1, columns) for t in (ids, labels, origin))
@@ -87,7 +91,7 @@ def _matrix(batch: Mapping[str, torch.Tensor], key: str, name: str, shape: torch
     if not isinstance(value, torch.Tensor):
         found = "missing" if value is None else type(value).__name__
         raise UserError(f"{name}.{key}: {found}; give an integer tensor of shape [batch, tokens]")
-    if value.dim() != 2 or value.is_floating_point() or value.is_complex():
+    if value.dim() != 2 or value.is_floating_point() or value.is_complex() or value.dtype is torch.bool:
         raise UserError(
             f"{name}.{key}: {value.dtype} of shape {tuple(value.shape)}; give an integer tensor of shape"
             " [batch, tokens]"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatrain.checks import readable_bytes
 from megatrain.engine.buffers import DeviceMemory, Table
 from megatrain.engine.program import Buffer, Op
 from megatrain.errors import UserError
@@ -56,8 +57,8 @@ class Boundaries:
         total = self._store.nbytes_with_boundaries(len(need.hosts) * need.nbytes)
         if self._host_budget is not None and total > self._host_budget:
             raise UserError(
-                f"placement.host_memory: {self._host_budget / 2**30:.2f} GiB is too small: with boundary activations"
-                f" the need is {total / 2**30:.2f} GiB ({total} bytes); raise it, use shorter sequences, fewer rows a"
+                f"placement.host_memory: {readable_bytes(self._host_budget)} is too small: with boundary activations"
+                f" the need is {readable_bytes(total)} ({total} bytes); raise it, use shorter sequences, fewer rows a"
                 " step, a larger compute.boundary_every, or compute.boundaries=device"
             )
 

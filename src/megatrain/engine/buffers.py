@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megatrain.checks import readable_bytes
 from megatrain.engine.program import Buffer, Op
 from megatrain.errors import UserError
 from megatrain.models.decoder import tensors_in
@@ -24,6 +25,12 @@ class DeviceMemory:
         self.fixed: Counter[str] = Counter()
         self.live: Counter[str] = Counter()
         self.peak = 0
+
+    def require(self, nbytes: int, what: str) -> None:
+        """Raise `UserError` when ``nbytes`` more fixed bytes would exceed the budget: before any is allocated."""
+        total = self.fixed.total() + nbytes
+        if self.budget is not None and total > self.budget:
+            raise over_budget(total, self.budget, what)
 
     def allocate(self, label: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A zeroed fixed buffer; raises `UserError` beyond the budget."""
@@ -46,8 +53,8 @@ class DeviceMemory:
 def over_budget(needed: int, budget: int, what: str) -> UserError:
     """The one message for a device budget that is too small."""
     return UserError(
-        f"placement.device_memory: {budget / 2**20:.1f} MiB is too small: {what} brings the need to"
-        f" {needed / 2**20:.1f} MiB ({needed} bytes); raise it, use slots=1, shorter sequences or fewer rows a"
+        f"placement.device_memory: {readable_bytes(budget)} is too small: {what} brings the need to"
+        f" {readable_bytes(needed)} ({needed} bytes); raise it, use slots=1, shorter sequences or fewer rows a"
         " micro-batch"
     )
 

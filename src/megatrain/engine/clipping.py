@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from math import inf, isfinite
 
+from megatrain.checks import number
 from megatrain.errors import UserError
 from megatrain.optimizers import Optimizer, SpeculativeOptimizer
 
@@ -23,8 +24,8 @@ class Clipping:
     def __init__(self, mode: str, max_norm: float | None, optimizer: Optimizer) -> None:
         if mode not in MODES:
             raise UserError(f"optim.clipping: {mode!r} is unknown; choose {', '.join(MODES)}")
-        if max_norm is not None and not max_norm > 0:
-            raise UserError(f"optim.max_grad_norm: {max_norm} is out of range; it must be > 0, or null for no clipping")
+        if max_norm is not None:
+            number("optim.max_grad_norm", max_norm, "> 0, or null for no clipping", above=0)
         self._mode, self.max_norm, self._optimizer = mode, max_norm, optimizer
         self._norms: deque[float] = deque(maxlen=RECENT)
         if mode == "speculative":

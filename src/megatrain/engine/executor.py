@@ -9,6 +9,7 @@ from math import isfinite
 
 import torch
 
+from megatrain.checks import readable_bytes
 from megatrain.devices import Device, Ticket
 from megatrain.engine.boundaries import Boundaries
 from megatrain.engine.boundaries import Need as BoundaryNeed
@@ -207,7 +208,11 @@ class Engine:
         def measure() -> None:
             try:
                 self._workspaces.measure(shape, keep=keep)
-            except (UserError, torch.OutOfMemoryError) as error:  # no fault of the lane
+            except (UserError, torch.OutOfMemoryError, MemoryError) as error:  # no fault of the lane
+                failure.append(error)
+            except RuntimeError as error:
+                if "allocate memory" not in str(error):  # what torch raises on the host
+                    raise
                 failure.append(error)
 
         self._on_compute(measure, f"MEASURE {shape}")
@@ -216,7 +221,7 @@ class Engine:
         if isinstance(failure[0], UserError):
             raise failure[0]
         budget = self.memory.budget
-        limit = "the device's memory" if budget is None else f"{budget / 2**20:.1f} MiB"
+        limit = "the device's memory" if budget is None else readable_bytes(budget)
         raise UserError(
             f"placement.device_memory: {limit} is too small for a micro-batch of {shape.rows} x {shape.tokens} tokens;"
             " use shorter sequences or fewer rows a micro-batch"
@@ -247,19 +252,20 @@ class Engine:
         rings, where = self._builder.rings, self._device.torch_device
         compute, gradient = self._options.compute_dtype, self._options.gradient_dtype
 
-        def fix(name: Buffer, label: str, numel: int, dtype: torch.dtype) -> None:
-            self._table.fix(name, self.memory.allocate(label, numel, dtype, where))
-
+        wanted: list[tuple[Buffer, str, int, torch.dtype]] = []
         for ring, numel in rings.slot_numel.items():
             label = "resident weights" if ring.startswith("own ") else "slots"
-            for i in range(rings.slots[ring]):
-                fix(("slot", ring, i), label, numel, compute)
+            wanted += [(("slot", ring, i), label, numel, compute) for i in range(rings.slots[ring])]
         for ring, numel in rings.grad_numel.items():
-            for i in range(rings.buffers[ring]):
-                fix(("grad", ring, i), "gradients", numel, gradient)
+            wanted += [(("grad", ring, i), "gradients", numel, gradient) for i in range(rings.buffers[ring])]
         if self._builder.policy.sum_dtype_differs:
-            for ring, numel in rings.sum_numel.items():
-                fix(("sum", ring), "gradient sums", numel, torch.float32)
+            wanted += [
+                (("sum", ring), "gradient sums", numel, torch.float32) for ring, numel in rings.sum_numel.items()
+            ]
+        need = sum(numel * dtype.itemsize for _, _, numel, dtype in wanted)
+        self.memory.require(need, "holding slots and gradients, before any activation,")
+        for name, label, numel, dtype in wanted:
+            self._table.fix(name, self.memory.allocate(label, numel, dtype, where))
         for unit in self._units:
             self._table.fix(("weights", unit.name), self._store.slab(unit.name).head)
             self._table.fix(("hostgrad", unit.name), self._store.gradient(unit.name))

@@ -33,7 +33,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from megatrain.engine._rings import Rings, Stages
+from megatrain.engine._rings import Rings, Stages, blocks_of, without_unread_copies
 
 Buffer = tuple[str | int, ...]
 
@@ -109,7 +109,7 @@ class Builder:
         self._named = {unit.name: unit for unit in units}
         self.rings = Rings(units, slots, policy)
         self.policy = policy
-        self._blocks = _blocks(self.units[1:-1], policy.boundary_every)
+        self._blocks = blocks_of(self.units[1:-1], policy.boundary_every)
         starts = [block[0] for block in self._blocks]
         self._kept = {unit.name for unit in starts}
         # A kept graph holds its input, so that one stays where it is.
@@ -136,7 +136,7 @@ class Builder:
         for unit in self.units:
             self._update(unit)
         self._release_stale(self.rings.forget(names))
-        return _without_unread_copies(self._ops)
+        return without_unread_copies(self._ops)
 
     def scoring(self, micros: int) -> list[Op]:
         """The forward half: log-probabilities of the targets of each micro-batch, copied to the host."""
@@ -227,35 +227,17 @@ class Builder:
                 reads = (*reads, ("context", m), act)
             if forward and self._training and unit.keeps:
                 writes = (*writes, ("graph", unit.name, m))
-            done = act is not None and forward and not (self._training and unit.name in self._kept)
-            self._add(
-                Op(
-                    kind=kind,
-                    lane="compute",
-                    unit=unit.name,
-                    micro=m,
-                    weights=slots,
-                    input=act,
-                    output=target,
-                    reads=reads,
-                    writes=writes,
-                    releases=(act,) if act is not None and done else (),
-                )
-            )
+            op = Op(kind=kind, lane="compute", unit=unit.name, micro=m, weights=slots, reads=reads, writes=writes)
+            op.input, op.output = act, target
+            if act is not None and forward and not (self._training and unit.name in self._kept):
+                op.releases = (act,)
+            self._add(op)
             if forward and self._is_staged(unit):
                 assert act is not None
                 self._stages.free(act)
             if self._is_staged(following):
-                self._add(
-                    Op(
-                        kind="OFFLOAD",
-                        lane="d2h",
-                        unit=following.name,
-                        micro=m,
-                        reads=(target,),
-                        writes=(self._on_host(following, m),),
-                    )
-                )
+                host = self._on_host(following, m)
+                self._add(Op(kind="OFFLOAD", lane="d2h", unit=following.name, micro=m, reads=(target,), writes=(host,)))
 
     def _is_staged(self, unit: UnitSpec) -> bool:
         return self._training and unit.name in self._offloaded
@@ -276,17 +258,9 @@ class Builder:
         stage = self._stages.find((unit.name, m))
         if stage is None:
             stage, host = self._stages.take((unit.name, m)), self._on_host(unit, m)
-            self._add(
-                Op(
-                    kind="RELOAD",
-                    lane="h2d",
-                    unit=unit.name,
-                    micro=m,
-                    reads=(host,),
-                    writes=(stage,),
-                    releases=(host,),
-                )
-            )
+            reload = Op(kind="RELOAD", lane="h2d", unit=unit.name, micro=m, reads=(host,), writes=(stage,))
+            reload.releases = (host,)
+            self._add(reload)
         return stage
 
     def _sum_buffer(self, unit: str, finished: Buffer, *, several: bool) -> Buffer:
@@ -370,26 +344,11 @@ class Builder:
     def _drain(self, unit: str, finished: Buffer) -> None:
         if self._named[unit].state_resident:
             return
-        self._add(
-            Op(
-                kind="DRAIN",
-                lane="d2h",
-                unit=unit,
-                reads=(finished,),
-                writes=(("hostgrad", unit),),
-                releases=(finished,),
-            )
-        )
+        landed: Buffer = ("hostgrad", unit)
+        self._add(Op(kind="DRAIN", lane="d2h", unit=unit, reads=(finished,), writes=(landed,), releases=(finished,)))
         if self._speculative:
-            self._add(
-                Op(
-                    kind="SPECULATE",
-                    lane="optimizer",
-                    unit=unit,
-                    reads=(("hostgrad", unit),),
-                    writes=(("weights", unit), ("state", unit), ("waiting", unit)),
-                )
-            )
+            updated: tuple[Buffer, ...] = (("weights", unit), ("state", unit), ("waiting", unit))
+            self._add(Op(kind="SPECULATE", lane="optimizer", unit=unit, reads=(landed,), writes=updated))
 
     def _update(self, unit: UnitSpec) -> None:
         resident = unit.state_resident
@@ -408,30 +367,3 @@ class Builder:
 
 def _unique(*buffers: Buffer) -> tuple[Buffer, ...]:
     return tuple(dict.fromkeys(buffers))
-
-
-def _blocks(layers: Sequence[UnitSpec], every: int) -> list[list[UnitSpec]]:
-    """Runs of at most ``every`` layers that are recomputed together. A layer that keeps its activations is no part of
-    one: its input is held anyway."""
-    blocks: list[list[UnitSpec]] = []
-    for layer in layers:
-        if blocks and len(blocks[-1]) < every and not (layer.keeps or blocks[-1][0].keeps):
-            blocks[-1].append(layer)
-        else:
-            blocks.append([layer])
-    return blocks
-
-
-def _without_unread_copies(ops: Sequence[Op]) -> list[Op]:
-    """Leave out each OFFLOAD whose boundary is still on the device when backward needs it."""
-    wanted: set[Buffer] = set()
-    kept: list[Op] = []
-    for op in reversed(ops):
-        if op.kind == "OFFLOAD" and op.writes[0] not in wanted:
-            continue
-        if op.kind == "RELOAD":
-            wanted.add(op.reads[0])
-        elif op.kind == "OFFLOAD":
-            wanted.discard(op.writes[0])
-        kept.append(op)
-    return kept[::-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from shlex import quote
 
 from megatrain.loggers import StepRecord, Summary
 
@@ -82,7 +83,7 @@ class MemoryFigures:
 def memory_line(m: MemoryFigures) -> str:
     return (
         f"memory  {m.device} {_of(m.device_used, m.device_total)} · host {_of(m.host_used, m.host_total)} · "
-        f"each save {disk_size(m.save)}, disk free {disk_size(m.disk_free)}"
+        f"each save {size(m.save)}, disk free {size(m.disk_free)}"
     )
 
 
@@ -106,10 +107,11 @@ def step_line(r: StepRecord) -> str:
 def summary_lines(s: Summary) -> list[str]:
     speed = s.real_tokens / s.step_seconds
     teraflops = 6 * s.parameters * speed / 1e12
+    model = quote(str(s.exported))
     return [
         f"done    {s.steps:,} steps · {count(s.target_tokens)} target tokens · {duration(s.seconds)} · "
         f"loss {s.first_loss:.2f} -> {s.last_loss:.2f}",
         f"speed   {speed:,.0f} tokens/s · {teraflops:.{0 if teraflops >= 10 else 2}f} TFLOP/s",
         f"model   {s.exported}",
-        f"next    megatrain generate {s.exported}     vllm serve {s.exported}",
+        f"next    megatrain generate {model}     vllm serve {model}",
     ]

@@ -63,7 +63,10 @@ class ConsoleLogger(Logger):
         while not self._closed.wait(min(1.0, self._silence / 5)):
             text = self._status.text()
             if text and time.monotonic() - self._printed >= self._silence:
-                self._print(text)
+                try:
+                    self._print(f"        {text}")
+                except BrokenPipeError:  # the training thread finds it at its next line
+                    return
 
 
 class _Status:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -28,18 +29,6 @@ def layer_function(template: nn.Module) -> LayerFunction:
     return run
 
 
-def compiled_token_loss(function: TokenLoss) -> TokenLoss:
-    """A loss as one pass over the logits each way; its number of tokens may vary, the vocabulary does not."""
-    fast = torch.compile(function)
-
-    def run(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        for tensor in (logits, targets):
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        return fast(logits, targets)
-
-    return run
-
-
 def compiled(function: LayerFunction, name: str) -> LayerFunction:
     """``function`` compiled at its first call for each shape; where that fails, as it is, with one warning.
 
@@ -52,14 +41,32 @@ def compiled(function: LayerFunction, name: str) -> LayerFunction:
         function.__globals__,
         closure=function.__closure__,
     )
-    fast: LayerFunction = torch.compile(own)
+    return _or_as_it_is(torch.compile(own), function, name)
+
+
+def compiled_token_loss(function: TokenLoss) -> TokenLoss:
+    """A loss as one pass over the logits each way; its number of tokens may vary, the vocabulary does not."""
+    fast = _or_as_it_is(torch.compile(function), function, "the loss")
+
+    def run(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        for tensor in (logits, targets):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        with warnings.catch_warnings():  # torch.compile looks at the gradient of logits, which are no leaf
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+            losses: torch.Tensor = fast(logits, targets)
+        return losses
+
+    return run
+
+
+def _or_as_it_is(fast: Callable[..., Any], plain: Callable[..., Any], name: str) -> Callable[..., Any]:
     usable = True
 
-    def run(weights: dict[str, torch.Tensor], hidden: torch.Tensor, arguments: dict[str, Any]) -> Any:
+    def run(*args: Any) -> Any:
         nonlocal usable
         if usable:
             try:
-                return fast(weights, hidden, arguments)
+                return fast(*args)
             except TorchDynamoException as error:
                 usable = False
                 _log.warning(
@@ -67,6 +74,6 @@ def compiled(function: LayerFunction, name: str) -> LayerFunction:
                     name,
                     str(error).strip().splitlines()[0],
                 )
-        return function(weights, hidden, arguments)
+        return plain(*args)
 
     return run

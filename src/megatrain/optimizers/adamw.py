@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import isfinite
 from typing import TYPE_CHECKING, NamedTuple
 
+from megatrain.checks import number
 from megatrain.errors import UserError
 from megatrain.kernels import blocks_of, can_take_back
 from megatrain.layout import Layout, Parameter
@@ -33,21 +33,14 @@ class AdamW(SpeculativeOptimizer):
 
     def __post_init__(self) -> None:
         """Refuse values outside their ranges."""
-        for name, value, ok in (
-            ("lr", self.lr, self.lr >= 0),
-            ("betas", self.betas, len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)),
-            ("eps", self.eps, self.eps > 0),
-            ("weight_decay", self.weight_decay, self.weight_decay >= 0),
-        ):
-            finite = all(isfinite(v) for v in (value if isinstance(value, tuple) else (value,)))
-            if not (ok and finite):
-                limits = {
-                    "lr": ">= 0",
-                    "betas": "two numbers in [0, 1)",
-                    "eps": "> 0",
-                    "weight_decay": ">= 0",
-                }
-                raise UserError(f"optim.{name}: {value} is out of range; it must be {limits[name]}")
+        number("optim.lr", self.lr, ">= 0", least=0)
+        number("optim.eps", self.eps, "> 0", above=0)
+        number("optim.weight_decay", self.weight_decay, ">= 0", least=0)
+        if not isinstance(self.betas, (tuple, list)) or len(self.betas) != 2:
+            raise UserError(f"optim.betas: {self.betas!r} is not two numbers; they must be in [0, 1)")
+        for beta in self.betas:
+            if number("optim.betas", beta, "two numbers in [0, 1)", least=0) >= 1:
+                raise UserError(f"optim.betas: {self.betas} is out of range; it must be two numbers in [0, 1)")
 
     @property
     def base_lr(self) -> float:

@@ -1,0 +1,62 @@
+"""What the link between host and device gives: copies of several sizes, each way alone and both at once.
+
+    python benchmarks/transfers.py
+
+The copies are the engine's own: registered anonymous memory, the device's copy lanes, one large contiguous copy each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+
+import torch
+
+from megatrain.devices import Device, open_device
+from megatrain.store import Arena
+
+
+def seconds(device: Device, lanes: Sequence[str], nbytes: int, repeats: int, counts: dict[str, int]) -> float:
+    """Seconds for ``repeats`` copies of ``nbytes`` on each of ``lanes`` at the same time."""
+    host = {lane: Arena(nbytes, lane) for lane in lanes}
+    there = {lane: torch.zeros(nbytes, dtype=torch.uint8, device=device.torch_device) for lane in lanes}
+    for arena in host.values():
+        device.register(arena.memory)
+    device.drain()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        for lane in lanes:
+            near, far = host[lane].memory[:nbytes], there[lane]
+            target, source = (far, near) if lane == "h2d" else (near, far)
+            device.submit((lane, counts[lane]), "COPY", "", lambda t=target, s=source: device.copy(t, s), ())
+            counts[lane] += 1
+    device.drain()
+    taken = time.perf_counter() - start
+    for arena in host.values():
+        device.unregister(arena.memory)
+    return taken
+
+
+def main() -> None:
+    """One line of JSON a size."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--mib", type=int, nargs="+", default=[1, 16, 64, 256, 1024])
+    parser.add_argument("--total-mib", type=int, default=8192, help="copied each way for each size")
+    args = parser.parse_args()
+    device = open_device(args.device)
+    counts = {"h2d": 0, "d2h": 0}
+    for mib in args.mib:
+        nbytes, repeats = mib << 20, max(1, args.total_mib // mib)
+        row: dict[str, float] = {"mib": mib}
+        for name, lanes in (("h2d", ["h2d"]), ("d2h", ["d2h"]), ("both_each_way", ["h2d", "d2h"])):
+            seconds(device, lanes, nbytes, 1, counts)
+            row[f"{name}_gb_per_s"] = nbytes * repeats / seconds(device, lanes, nbytes, repeats, counts) / 1e9
+        print(json.dumps(row), flush=True)
+    device.close()
+
+
+if __name__ == "__main__":
+    main()
