@@ -46,11 +46,11 @@ def test_the_prediction_is_close_and_never_below(tmp_path: Path, dtype: str, siz
 def test_boundaries_on_the_host_are_predicted(tmp_path: Path, every: int) -> None:
     """Host memory comes in huge pages, which hide small needs: so there are many micro-batches."""
     make_model(tmp_path / "model")
-    text = [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "yes " * 200}]}] * 32
+    text = [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "yes " * 40}]}] * 48
     config = RunConfig(
         model=ModelConfig(name_or_path=str(tmp_path / "model")),
         data=DataConfig(train=str(write_rows(tmp_path / "chats.jsonl", text))),
-        train=TrainConfig(batch_size=32, micro_batch_size=1),
+        train=TrainConfig(batch_size=48, micro_batch_size=1),
         compute=ComputeConfig(dtype="float32", boundaries="host", boundary_every=every),
         output_dir=str(tmp_path / "run"),
     )
