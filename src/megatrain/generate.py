@@ -28,9 +28,12 @@ def answer(folder: Path, prompt: str, max_new_tokens: int) -> str:
         )
     quiet_libraries()
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    from megatrain.preflight import read_model_config, read_tokenizer
+
+    read_model_config(folder, trust_remote_code=False)
+    tokenizer = read_tokenizer(folder, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
     if torch.cuda.is_available() and need < torch.cuda.mem_get_info()[0]:
         model = model.cuda()

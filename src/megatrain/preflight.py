@@ -65,7 +65,7 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     """Find, read and check everything that ``config`` names. Raises :class:`UserError`; writes nothing."""
     m = config.model
     folder = find_model(m.name_or_path, m.revision, m.trust_remote_code, progress)
-    model_config = _model_config(folder, m.trust_remote_code)
+    model_config = read_model_config(folder, m.trust_remote_code)
     files = ModelFiles(folder)
     layouts = _layouts(files, model_config)
     parameters = sum(layout.num_parameters for layout in layouts)
@@ -75,7 +75,7 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     limit = _host_limit(config)
     if config.placement.states is None:  # else the engine says what is left for the host
         _check_host(config, host_bytes, limit)
-    tokenizer = _tokenizer(folder, m.trust_remote_code)
+    tokenizer = read_tokenizer(folder, m.trust_remote_code)
     text = model_config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     data = load_dataset(config.data, tokenizer, vocab_size=text.vocab_size, positions=positions, progress=progress)
@@ -112,7 +112,8 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     )
 
 
-def _model_config(folder: Path, trust_remote_code: bool) -> Any:
+def read_model_config(folder: Path, trust_remote_code: bool) -> Any:
+    """The transformers config of ``folder``. Raises :class:`UserError` naming ``config.json`` and the field."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -189,7 +190,8 @@ def _check_disk(config: RunConfig, needed: int, saves: int, free: int) -> None:
         )
 
 
-def _tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+def read_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+    """The tokenizer of ``folder``. Raises :class:`UserError` naming its files."""
     from transformers import AutoTokenizer
 
     try:

@@ -277,6 +277,16 @@ def test_sharegpt_rows(folder: Path) -> None:
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.parametrize("name", ["heads", "special tokens", "adapter"])
+def test_a_broken_model_is_named_when_it_is_asked(folder: Path, name: str) -> None:
+    breaks, _, expected = MISTAKES[name]
+    assert breaks is not None
+    breaks(folder)
+    result = megatrain("generate", str(folder / "model"))
+    assert result.exit_code == 2
+    assert all(text in result.stderr for text in expected), result.stderr
+
+
 def test_paths_to_copy_are_quoted(folder: Path) -> None:
     run = folder / "my run"
     result = megatrain("train", *arguments(folder, f"output_dir={run}"))
