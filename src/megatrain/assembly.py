@@ -45,6 +45,9 @@ class Settings:
     device_memory: str | int | None
     host_memory: str | int | None
     activations: str | Sequence[str]
+    boundaries: str
+    boundary_every: int
+    order: str
     weights_on_device: Placement
     states_on_device: Placement
     loss_chunk_tokens: int | None
@@ -137,6 +140,12 @@ def _place(decoder: Decoder, settings: Settings, compute: torch.dtype, gradient:
             f"placement.host_memory: {readable_bytes(limit)} is too small: masters, moments and gradients take"
             f" {readable_bytes(needed)} ({needed} bytes); raise it, or train a smaller model"
         )
+    streamed = [name for name in layouts if name not in weights | states]
+    if choice("compute.order", settings.order, ("layer", "micro_batch")) == "micro_batch" and streamed:
+        raise UserError(
+            f"compute.order: micro_batch needs all weights on the device, and those of {streamed[0]} stream; set"
+            " placement.weights=100% or placement.states=100%, or use order=layer"
+        )
     return EngineOptions(
         slots=settings.slots,
         activations_kept=_kept(decoder, settings.activations),
@@ -144,6 +153,10 @@ def _place(decoder: Decoder, settings: Settings, compute: torch.dtype, gradient:
         gradient_dtype=gradient,
         weights_resident=weights,
         states_resident=states,
+        boundaries_on_host=choice("compute.boundaries", settings.boundaries, ("device", "host")) == "host",
+        boundary_every=whole("compute.boundary_every", settings.boundary_every, 1),
+        micro_batch_major=settings.order == "micro_batch",
+        host_budget=limit,
     )
 
 

@@ -178,6 +178,19 @@ class ComputeConfig:
         "`recompute` each layer in backward, `keep` what it saved, or keep a share of the layers, as `30%`.",
         "recompute",
     )
+    boundaries: Literal["device", "host"] = option(
+        "Where the inputs of layers wait for backward; `host` takes them out of device memory.", "device"
+    )
+    boundary_every: int = option(
+        "Keep the input of every so many layers only, and compute those between again: less memory, more arithmetic.",
+        1,
+        ge=1,
+    )
+    order: Literal["layer", "micro_batch"] = option(
+        "All micro-batches through a layer before the next layer, or all layers for a micro-batch before the next one: "
+        "activations of one micro-batch at a time, for models whose weights all stay on the device.",
+        "layer",
+    )
     gradient_dtype: Literal["bfloat16", "float32"] | None = option(
         "Number format of gradients in host memory. Default: that of compute.dtype.", None
     )

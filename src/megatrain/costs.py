@@ -10,7 +10,8 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatrain.engine.program import Buffer, Op, Rings, UnitSpec
+from megatrain.engine._rings import Rings
+from megatrain.engine.program import Buffer, Op, UnitSpec
 from megatrain.layout import mapping_bytes, slab_bytes, store_bytes
 from megatrain.machines import MachineSpec
 from megatrain.model_spec import ModelSpec, UnitShape
@@ -170,8 +171,8 @@ class Costs:
             fixed["slots"] += rings.slots[ring] * numel * work.compute_bytes
         for ring, numel in rings.grad_numel.items():
             fixed["gradients"] += rings.buffers[ring] * numel * work.gradient_bytes
-            if work.gradient_dtype != "float32":
-                fixed["gradient sums"] += numel * 4
+        if work.gradient_dtype != "float32":
+            fixed["gradient sums"] = 4 * sum(rings.sum_numel.values())
         return +fixed
 
     def host_bytes(self, units: list[UnitSpec], *, speculative: bool) -> dict[str, int]:

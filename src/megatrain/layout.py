@@ -98,10 +98,13 @@ def mapping_bytes(nbytes: int) -> int:
     return round_up(max(nbytes, 1), HUGE_PAGE)
 
 
-def store_bytes(numels: Iterable[int], compute_bytes: int, gradient_bytes: int) -> int:
-    """Host bytes of the training state of units of these sizes, each in a mapping of its own, and of the results."""
+def store_bytes(numels: Iterable[int], compute_bytes: int, gradient_bytes: int, boundaries: int = 0) -> int:
+    """Host bytes of the training state of units of these sizes, each in a mapping of its own, and of the results.
+
+    ``boundaries``: bytes of boundary activations that wait on the host.
+    """
     slabs = (slab_bytes(numel, compute_bytes, gradient_bytes) for numel in numels)
-    return sum(map(mapping_bytes, (*slabs, PAGE)))
+    return sum(map(mapping_bytes, (*slabs, PAGE, *([boundaries] if boundaries else []))))
 
 
 def size_classes(sizes: Mapping[str, int]) -> dict[str, int]:

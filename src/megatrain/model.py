@@ -59,6 +59,9 @@ class Model:
         device_memory: str | int | None = None,
         host_memory: str | int | None = None,
         activations: str | Sequence[str] = "recompute",
+        boundaries: str = "device",
+        boundary_every: int = 1,
+        order: str = "layer",
         gradient_dtype: str | None = None,
         seed: int = 0,
         attn_implementation: str = "sdpa",
@@ -78,7 +81,10 @@ class Model:
         most 2 of the last 16 steps were clipped, or without a limit. ``slots`` is the number of
         layers that the device holds at a time. ``device_memory`` and ``host_memory`` are limits such as ``"400MiB"``;
         what does not fit raises `UserError` before anything runs. ``activations`` is ``"recompute"``, ``"keep"``,
-        a share of the layers to keep (``"30%"``, the last ones), or their names.
+        a share of the layers to keep (``"30%"``, the last ones), or their names. ``boundaries="host"`` moves the inputs
+        of layers to host memory until backward; ``boundary_every=k`` keeps only every k-th, and computes the others
+        again; ``order="micro_batch"`` takes a micro-batch through the whole model before the next one, for which all
+        weights must be on the device.
         ``gradient_dtype`` is what gradients leave the device in, by default the compute dtype. ``seed`` is the seed of
         dropout. ``loss_chunk_tokens`` bounds the tokens whose logits exist at once. ``compile`` compiles the layers
         with torch.compile (default: on CUDA); results then differ in rounding. ``weights_on_device`` and
@@ -111,6 +117,9 @@ class Model:
                 device_memory=device_memory,
                 host_memory=host_memory,
                 activations=activations,
+                boundaries=boundaries,
+                boundary_every=boundary_every,
+                order=order,
                 weights_on_device=weights_on_device,
                 states_on_device=states_on_device,
                 loss_chunk_tokens=loss_chunk_tokens,

@@ -22,6 +22,7 @@ _SAVE_BYTES = 12  # a parameter: FP32 master and two FP32 moments
 _EXPORT_BYTES = 2  # a parameter: the exported model in bfloat16
 _WAYS_OUT = 3
 _SHORTEST = 128  # tokens of a sequence that a way out proposes
+_NOT_VARIED = ("placement.weights=null", "compute.boundaries=device", "compute.boundary_every=1", "compute.order=layer")
 _LANES = ("compute", "h2d", "d2h", "optimizer")
 _NAMES = {
     "compute": "GPU arithmetic",
@@ -156,6 +157,7 @@ def _overrides(search: Search, candidate: Candidate) -> tuple[str, ...]:
         f"placement.slots={choice.slots}",
         f"placement.states={state // 1024}KiB" if state else "placement.states=null",
         f"compute.activations={kept}",
+        *_NOT_VARIED,
         f"optim.clipping={_mode(candidate)}",
     )
 

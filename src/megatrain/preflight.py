@@ -80,6 +80,11 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     positions = getattr(text, "max_position_embeddings", None)
     data = load_dataset(config.data, tokenizer, vocab_size=text.vocab_size, positions=positions, progress=progress)
     batches = _batches(config, tokenizer, data)
+    boundaries = _boundary_bytes(config, batches, text, dtype)
+    if boundaries:
+        host_bytes = Store.bytes_needed(layouts, _TORCH[dtype], _TORCH[gradient], boundaries)
+        if config.placement.states is None:
+            _check_host(config, host_bytes, limit)
     total = config.train.max_steps or config.train.epochs * batches.steps_per_epoch
     schedule = Schedule.from_config(config.schedule, config.optim.lr, total)
     saves = config.checkpoint.keep + 1 if 0 < config.checkpoint.every < total else 1
@@ -156,6 +161,16 @@ def _check_host(config: RunConfig, need: int, limit: int) -> None:
             f"  found: {size(limit)}, {size(need + _PROCESS_BYTES - limit)} too little\n"
             f"  fix:   {way_out}"
         )
+
+
+def _boundary_bytes(config: RunConfig, batches: Batches, text: Any, dtype: str) -> int:
+    """Host memory for the inputs of layers in the largest step; the few that never leave the device are counted too."""
+    if config.compute.boundaries == "device":
+        return 0
+    rows, tokens, micro_batches = batches.largest
+    kept = -(-text.num_hidden_layers // config.compute.boundary_every)
+    together = 1 if config.compute.order == "micro_batch" else micro_batches
+    return int(kept * together * rows * tokens * text.hidden_size * _TORCH[dtype].itemsize)
 
 
 def _complete_saves(config: RunConfig) -> int:

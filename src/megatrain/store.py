@@ -87,6 +87,7 @@ class Store:
         self._kernel, self._unregister = kernel, unregister
         self._arenas: list[Arena] = []
         self._register = register
+        self._boundaries: Arena | None = None
         self._slabs: dict[str, Slab] = {}
         self._home: dict[str, str] = {}
         try:
@@ -113,9 +114,12 @@ class Store:
         self._results = self.arena(PAGE, "results")
 
     @staticmethod
-    def bytes_needed(layouts: Iterable[Layout], compute_dtype: torch.dtype, gradient_dtype: torch.dtype) -> int:
-        """What `nbytes` of a store for these units will be, before it is made."""
-        return store_bytes((layout.numel for layout in layouts), compute_dtype.itemsize, gradient_dtype.itemsize)
+    def bytes_needed(
+        layouts: Iterable[Layout], compute_dtype: torch.dtype, gradient_dtype: torch.dtype, boundaries: int = 0
+    ) -> int:
+        """What `nbytes` of a store for these units will be, before it is made, with bytes of ``boundaries``."""
+        numels = (layout.numel for layout in layouts)
+        return store_bytes(numels, compute_dtype.itemsize, gradient_dtype.itemsize, boundaries)
 
     def arena(self, nbytes: int, label: str) -> Arena:
         """A new arena that the device can copy from and to fast."""
@@ -152,6 +156,21 @@ class Store:
         if numel * 8 > self._results.nbytes:
             self._results = self.arena(numel * 8, "results")
         return self._results.memory[: numel * 8].view(torch.float64)
+
+    def boundaries(self, nbytes: int) -> torch.Tensor:
+        """At least ``nbytes`` (uint8) for boundary activations; where they have to grow, their content is lost."""
+        if self._boundaries is not None and nbytes > self._boundaries.nbytes:
+            self._unregister(self._boundaries.memory)
+            self._arenas.remove(self._boundaries)
+            self._boundaries = None
+        if self._boundaries is None:
+            self._boundaries = self.arena(nbytes, "boundary activations")
+        return self._boundaries.memory
+
+    def nbytes_with_boundaries(self, nbytes: int) -> int:
+        """What `nbytes` will be with room for boundaries of so many bytes."""
+        held = 0 if self._boundaries is None else self._boundaries.nbytes
+        return self.nbytes - held + max(held, mapping_bytes(nbytes) if nbytes else 0)
 
     def layout(self, unit: str) -> Layout:
         """The layout of a unit."""
@@ -213,5 +232,6 @@ class Store:
         for arena in self._arenas:
             self._unregister(arena.memory)
         self._arenas.clear()
+        self._boundaries = None
         self._slabs.clear()
         self._home.clear()

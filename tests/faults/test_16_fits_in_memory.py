@@ -17,7 +17,7 @@ from _runs import arguments, chats, make_model, megatrain, write_rows
 from _tokenizers import save_tokenizer
 
 from megatrain import Model
-from megatrain.config import CheckpointConfig, ComputeConfig, DataConfig, ModelConfig, RunConfig
+from megatrain.config import CheckpointConfig, ComputeConfig, DataConfig, ModelConfig, RunConfig, TrainConfig
 from megatrain.preflight import prepare
 
 
@@ -40,6 +40,29 @@ def test_the_prediction_is_close_and_never_below(tmp_path: Path, dtype: str, siz
     with Model.from_pretrained(tmp_path / "model", device="cpu", compute_dtype=dtype) as model:
         assert prepared.parameters == model.num_parameters
         assert model.memory.host_bytes <= prepared.host_bytes <= 1.1 * model.memory.host_bytes
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_boundaries_on_the_host_are_predicted(tmp_path: Path, every: int) -> None:
+    """Host memory comes in huge pages, which hide small needs: so there are many micro-batches."""
+    make_model(tmp_path / "model")
+    text = [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "yes " * 40}]}] * 48
+    config = RunConfig(
+        model=ModelConfig(name_or_path=str(tmp_path / "model")),
+        data=DataConfig(train=str(write_rows(tmp_path / "chats.jsonl", text))),
+        train=TrainConfig(batch_size=48, micro_batch_size=1),
+        compute=ComputeConfig(dtype="float32", boundaries="host", boundary_every=every),
+        output_dir=str(tmp_path / "run"),
+    )
+    prepared = prepare(config, lambda *_: None)
+    rows, tokens, micros = prepared.batches.largest
+    ids = torch.zeros(rows, tokens, dtype=torch.int64)
+    with Model.from_pretrained(
+        tmp_path / "model", device="cpu", compute_dtype="float32", boundaries="host", boundary_every=every
+    ) as model:
+        without = model.memory.host_bytes
+        model.step([{"input_ids": ids, "labels": ids}] * micros)
+        assert without < model.memory.host_bytes <= prepared.host_bytes <= 1.1 * model.memory.host_bytes + (4 << 20)
 
 
 def sparse_7b(folder: Path) -> None:

@@ -30,6 +30,30 @@ CASES: dict[str, dict[str, Any]] = {
         "states_on_device": ["layers.0"],
     },
     "kept, bf16": {"slots": 2, "activations": "keep", "compute_dtype": "bfloat16"},
+    "boundaries on the host": {"slots": 2, "boundaries": "host", "config": {"num_hidden_layers": 5}},
+    "boundaries on the host, one kept, bf16": {
+        "slots": 2,
+        "boundaries": "host",
+        "activations": ["layers.2"],
+        "compute_dtype": "bfloat16",
+        "config": {"num_hidden_layers": 5, "tie_word_embeddings": True},
+    },
+    "blocks of two": {"slots": 2, "boundary_every": 2, "config": {"num_hidden_layers": 5}},
+    "blocks of two, one slot, boundaries on the host": {
+        "slots": 1,
+        "boundary_every": 2,
+        "boundaries": "host",
+        "config": {"num_hidden_layers": 7},
+    },
+    "micro-batch-major": {"order": "micro_batch", "weights_on_device": "100%"},
+    "micro-batch-major, bf16, boundaries on the host": {
+        "order": "micro_batch",
+        "weights_on_device": "100%",
+        "states_on_device": ["layers.0", "head"],
+        "boundaries": "host",
+        "compute_dtype": "bfloat16",
+        "config": {"num_hidden_layers": 5, "tie_word_embeddings": True},
+    },
 }
 
 

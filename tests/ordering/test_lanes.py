@@ -30,6 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tied, two slots": {"slots": 2, "config": {"tie_word_embeddings": True}},
     "kept, bf16": {"slots": 2, "activations": "keep", "compute_dtype": "bfloat16"},
     "all resident": {"slots": 5},
+    "boundaries on the host": {"slots": 2, "boundaries": "host", "config": {"num_hidden_layers": 5}},
 }
 
 
@@ -152,6 +153,17 @@ FAILURES = {
     "norm": ("compute", "NORM", ""),
     "publish": ("d2h", "PUBLISH", ""),
     "update": ("optimizer", "UPDATE layers.1", "layers.1"),
+    "offload": ("d2h", "OFFLOAD layers.1 micro-batch 1", "layers.1"),
+    "reload": ("h2d", "RELOAD layers.1 micro-batch 1", "layers.1"),
+    "recompute": ("compute", "RECOMPUTE layers.1 micro-batch 1", "layers.1"),
+}
+
+
+FIVE = {"num_hidden_layers": 5}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "offload": {"boundaries": "host", "config": small_config(**FIVE)},
+    "reload": {"boundaries": "host", "config": small_config(**FIVE)},
+    "recompute": {"boundary_every": 3},
 }
 
 
@@ -166,7 +178,7 @@ def test_a_failure_in_any_lane_is_raised_by_name(kind: str, each_device: str, mo
         works(self, op, handles, run)
 
     steps = batches(4)
-    with small_model(each_device) as model:
+    with small_model(each_device, **OPTIONS.get(kind, {})) as model:
         model.step(steps[0])
         monkeypatch.setattr(Operations, kind, fails)
 

@@ -16,9 +16,17 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def run_both(
-    config: Any, *, micros: int = 1, device: str = "cpu", chunk: int = 10_000, dtype: str = "float32", **options: Any
+    config: Any,
+    *,
+    micros: int = 1,
+    rows: int = 4,
+    steps: int = STEPS,
+    device: str = "cpu",
+    chunk: int = 10_000,
+    dtype: str = "float32",
+    **options: Any,
 ) -> None:
-    batches = random_batches(config.vocab_size, steps=STEPS, micros=micros)
+    batches = random_batches(config.vocab_size, steps=steps, micros=micros, rows=rows)
     with Model.from_config(
         config,
         seed=7,
@@ -85,6 +93,46 @@ def test_residency(weights: list[str] | None, states: list[str] | None, tied: bo
 @pytest.mark.parametrize("activations", [["layers.1", "layers.3"], "50%"])
 def test_some_activations_kept(activations: str | list[str], dtype: str) -> None:
     run_both(tiny_config(), activations=activations, dtype=dtype, chunk=32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("micros", [1, 3])
+@pytest.mark.parametrize("activations", ["recompute", "keep", ["layers.2"]])
+def test_boundaries_on_the_host(activations: str | list[str], micros: int, dtype: str) -> None:
+    config = tiny_config(num_hidden_layers=6, attention_dropout=0.1)
+    run_both(config, boundaries="host", activations=activations, micros=micros, rows=5, steps=3, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("micros", [1, 3])
+@pytest.mark.parametrize(
+    ("every", "options"),
+    [
+        (2, {"slots": 1}),
+        (3, {"slots": 3, "boundaries": "host"}),
+        (4, {"activations": ["layers.2"]}),
+        (100, {"boundaries": "host", "states_on_device": "50%"}),
+    ],
+)
+def test_boundary_every(every: int, options: dict[str, Any], micros: int, dtype: str) -> None:
+    config = tiny_config(num_hidden_layers=7, attention_dropout=0.1)
+    run_both(config, boundary_every=every, micros=micros, rows=5, steps=3, dtype=dtype, **options)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("micros", [1, 3])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weights_on_device": "100%"},
+        {"states_on_device": "100%", "activations": "keep"},
+        {"weights_on_device": ALL, "states_on_device": ["layers.0", "head"], "boundaries": "host", "boundary_every": 2},
+    ],
+)
+def test_micro_batch_major(options: dict[str, Any], tied: bool, micros: int, dtype: str) -> None:
+    config = tiny_config(tie_word_embeddings=tied, attention_dropout=0.1)
+    run_both(config, order="micro_batch", micros=micros, rows=5, steps=3, dtype=dtype, **options)
 
 
 def test_on_the_simulator() -> None:

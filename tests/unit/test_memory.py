@@ -113,6 +113,102 @@ def refused_unchanged(device: str, tied: bool, step: list[dict[str, torch.Tensor
         model.step(batches(1, tokens=2))  # what fits still runs
 
 
+ORDERS: dict[str, dict[str, Any]] = {
+    "boundaries on the host": {"boundaries": "host"},
+    "blocks of three": {"boundary_every": 3},
+    "blocks of three, boundaries on the host": {"boundary_every": 3, "boundaries": "host"},
+    "one kept, boundaries on the host": {"activations": ["layers.4"], "boundaries": "host"},
+    "micro-batch-major": {"order": "micro_batch", "weights_on_device": "100%"},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("micros", [1, 3])
+@pytest.mark.parametrize("order", ORDERS)
+def test_planned_peak_in_every_order(order: str, micros: int, dtype: str, counted: _measure._LiveBytes) -> None:
+    config = tiny_config(num_hidden_layers=8)
+    with model_of("sim", config=config, compute_dtype=dtype, **ORDERS[order]) as model:
+        for _ in range(2):
+            model.step(batches(micros))
+        model.state_dict()
+        real, planned = sum(model.memory.by_label.values()) + counted.peak, model.memory.device_peak
+    assert real <= planned <= 1.15 * real
+
+
+@pytest.mark.parametrize("micros", [1, 3])
+@pytest.mark.parametrize("order", ORDERS)
+def test_reported_peak_is_enough_in_every_order(order: str, micros: int, device: str) -> None:
+    options: dict[str, Any] = {"config": tiny_config(num_hidden_layers=8), **ORDERS[order]}
+    for _ in range(2 if device == "cuda" else 1):
+        with model_of(device, **options) as model:
+            model.step(batches(micros))
+            peak = model.memory.device_peak
+    with model_of(device, device_memory=peak, **options) as model:
+        for tokens in (8, TOKENS, 20, TOKENS):  # the pools grow once and are cut anew
+            model.step(batches(micros, tokens=tokens))
+        assert model.memory.device_peak == peak
+    refused_unchanged(device, False, batches(micros), device_memory=peak * 95 // 100, **options)
+
+
+def peak_of(layers: int, micros: int, **options: Any) -> tuple[int, int]:
+    """Planned peak of a deep model in bytes, and the bytes of one boundary."""
+    config = tiny_config(num_hidden_layers=layers)
+    with model_of("sim", config=config, **options) as model:
+        model.reserve(2, 120, micros)
+        return model.memory.device_peak, 2 * 120 * config.hidden_size * 4
+
+
+@pytest.mark.parametrize("micros", [1, 3])
+def test_boundaries_on_the_host_leave_a_few_on_the_device(micros: int) -> None:
+    """Two more than micro-batches under way, however many layers there are."""
+    on_device, boundary = peak_of(12, micros)
+    on_host, _ = peak_of(12, micros, boundaries="host")
+    assert on_device - on_host == (12 * micros - (micros + 2)) * boundary
+    assert peak_of(24, micros, boundaries="host")[0] == on_host
+
+
+@pytest.mark.parametrize("micros", [1, 3])
+def test_blocks_keep_one_boundary_each(micros: int) -> None:
+    every, boundary = peak_of(12, micros)
+    in_blocks, _ = peak_of(12, micros, boundary_every=4)
+    assert every - in_blocks == (12 - (3 + 3)) * micros * boundary, (
+        "three blocks, and three layers more of the last one"
+    )
+
+
+def test_micro_batch_major_needs_the_activations_of_one_micro_batch() -> None:
+    one, several = (peak_of(12, m, order="micro_batch", weights_on_device="100%")[0] for m in (1, 4))
+    assert one == several
+
+
+def test_micro_batch_major_sums_each_unit_apart() -> None:
+    options: dict[str, Any] = {"compute_dtype": "bfloat16", "weights_on_device": "100%", "order": "micro_batch"}
+    with model_of("sim", **options) as model:
+        padded = sum(model._store.layout(unit).numel for unit in model._store.units)
+        assert model.memory.by_label["gradient sums"] == 4 * padded
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_boundaries_are_host_memory(device: str, dtype: str) -> None:
+    config = tiny_config(num_hidden_layers=8)
+    options: dict[str, Any] = {"config": config, "compute_dtype": dtype, "boundaries": "host"}
+    step = batches(3, tokens=1200)
+    boundaries = 8 * 3 * 2 * 1200 * config.hidden_size * (2 if dtype == "bfloat16" else 4)
+    with model_of(device, **options) as model:
+        before = model.memory.host_bytes
+        model.step(batches(1))
+        model.step(step)
+        needed = model.memory.host_bytes
+    assert boundaries // 2 < needed - before <= boundaries + (2 << 20), "what never leaves the device needs none"
+    with model_of(device, host_memory=needed, **options) as model:
+        model.step(step)
+    with model_of(device, host_memory=needed - 1, **options) as model:
+        for call in (lambda: model.step(step), lambda: model.reserve(2, 1200, 3)):
+            with pytest.raises(UserError, match=rf"placement\.host_memory: .*boundary activations.*\({needed} bytes\)"):
+                call()
+        model.step(batches(1))
+
+
 @pytest.mark.gpu
 def test_reported_peak_covers_the_allocator(device: str) -> None:
     if device != "cuda":

@@ -73,6 +73,10 @@ class Table:
         self._values[name] = tensor
         self._fixed[name] = None
 
+    def remove(self, name: Buffer) -> None:
+        """Take out a buffer that `fix` entered."""
+        del self._values[name], self._fixed[name]
+
     @property
     def fixed_names(self) -> tuple[Buffer, ...]:
         """Names of all buffers that stay."""

@@ -11,7 +11,8 @@ import torch
 
 from megatrain.checks import readable_bytes
 from megatrain.devices import Device, Ticket
-from megatrain.engine.batches import HostBatch
+from megatrain.engine.boundaries import Boundaries
+from megatrain.engine.boundaries import Need as BoundaryNeed
 from megatrain.engine.buffers import DeviceMemory, Handles, Table, over_budget
 from megatrain.engine.operations import Operations, Run
 from megatrain.engine.peak import planned_peak
@@ -35,6 +36,10 @@ class EngineOptions:
     weights_resident: frozenset[str] = frozenset()
     states_resident: frozenset[str] = frozenset()
     activations_kept: frozenset[str] = frozenset()
+    boundaries_on_host: bool = False
+    boundary_every: int = 1
+    micro_batch_major: bool = False
+    host_budget: int | None = None
 
 
 class Engine:
@@ -66,9 +71,15 @@ class Engine:
             )
             for unit in self._units
         ]
-        policy = Policy(sum_dtype_differs=differs)
+        policy = Policy(
+            sum_dtype_differs=differs,
+            boundaries_on_host=options.boundaries_on_host,
+            boundary_every=options.boundary_every,
+            micro_batch_major=options.micro_batch_major,
+        )
         self._builder = Builder(specs, options.slots, policy)
         self._table = Table(self.memory, device.poisons)
+        self._boundaries = Boundaries(store, self._table, memory, device.torch_device, options.host_budget)
         self._tracker = WaitTracker()
         self._operations = Operations(device, store, templates, optimizer, kernel)
         self._on_compute(self._warm_up, "WARM UP")
@@ -89,13 +100,18 @@ class Engine:
         """Submit one training step; returns the ticket after which ``run.result`` holds its results."""
         run.result = self._store.results(len(run.batches) + 2)
         run.counts = {unit: self._store.step_count(unit) + 1 for unit in self._store.units}
-        self._admit(run.batches, training=True)
-        ops = self._builder.training_step(len(run.batches), speculative=run.speculative)
+        shapes = [Shape.of(batch) for batch in run.batches]
+        self.admit(shapes, training=True)
+        ops = self._builder.training_step(len(shapes), speculative=run.speculative)
+        need = self._boundary_need(ops, shapes)
+        if not self._boundaries.is_ready(need):
+            self._boundaries.make_room(need)
+            self._on_compute(partial(self._boundaries.provide, need, self._options.compute_dtype), "PROVIDE boundaries")
         return self._submit(ops, run, until="PUBLISH")
 
     def score(self, run: Run) -> Ticket:
         """Submit a forward pass; returns the ticket after which ``run.scores`` is complete."""
-        self._admit(run.batches, training=False)
+        self.admit([Shape.of(batch) for batch in run.batches], training=False)
         return self._submit(self._builder.scoring(len(run.batches)), run, until="REPORT")
 
     def admit(self, shapes: Sequence[Shape], *, training: bool) -> None:
@@ -127,13 +143,19 @@ class Engine:
 
         builder = Builder(self._builder.units, self._options.slots, self._builder.policy)
         ops = builder.training_step(len(shapes)) if training else builder.scoring(len(shapes))
+        boundaries = self._boundary_need(ops, shapes)
+        self._boundaries.check_host(boundaries)
         structure = {unit.name: unit.structure for unit in self._units}
         return planned_peak(
             ops,
-            self.memory.fixed.total(),
+            self.memory.fixed.total() + self._boundaries.more_device_bytes(boundaries),
             size=partial(_size, need, structure),
             workspace=partial(_workspace, need, structure),
         )
+
+    def _boundary_need(self, ops: Sequence[Op], shapes: Sequence[Shape]) -> BoundaryNeed:
+        tokens = max(shape.rows * shape.tokens for shape in shapes)
+        return BoundaryNeed.of(ops, tokens * self._operations.width * self._options.compute_dtype.itemsize)
 
     def count(self, run: Run) -> None:
         """The step's updates, applied or under way, count from now on, unless there was nothing to apply."""
@@ -154,21 +176,24 @@ class Engine:
     def close(self) -> None:
         """Drop every buffer."""
         self._table.clear()
+        self._boundaries.close()
 
     def compute_bound(self, shape: Shape, micro_batches: int) -> float:
-        """Seconds of a step's arithmetic alone: every forward, loss and backward, with weights resident."""
+        """Seconds of a step's arithmetic alone: every forward, loss, recompute and backward, weights resident."""
         kept = self._options.activations_kept
         times: dict[bool, dict[tuple[str, int], float]] = {}
+        structure = {unit.name: unit.structure for unit in self._units}
 
         def measure() -> None:
             for keep in {unit.name in kept for unit in self._units}:
                 times[keep] = self._workspaces.seconds(shape, keep=keep)
 
         self._on_compute(measure, f"TIME {shape}")
-        return micro_batches * sum(
-            times[unit.name in kept].get((kind, unit.structure), 0.0)
-            for unit in self._units
-            for kind in ("FORWARD", "LOSS", "BACKWARD")
+        builder = Builder(self._builder.units, self._options.slots, self._builder.policy)
+        return sum(
+            times[op.unit in kept][_measured_as(op), structure[op.unit]]
+            for op in builder.training_step(micro_batches)
+            if op.lane == "compute" and op.micro >= 0 and op.unit
         )
 
     def _warm_up(self) -> None:
@@ -208,9 +233,6 @@ class Engine:
         self._device.submit(ticket, label, "", run, waits)
         self.wait(ticket)
 
-    def _admit(self, batches: Sequence[HostBatch], *, training: bool) -> None:
-        self.admit([Shape.of(batch) for batch in batches], training=training)
-
     def _submit(self, ops: Sequence[Op], run: Run, until: str) -> Ticket:
         last: Ticket | None = None
         for op in ops:
@@ -237,8 +259,10 @@ class Engine:
             wanted += [(("slot", ring, i), label, numel, compute) for i in range(rings.slots[ring])]
         for ring, numel in rings.grad_numel.items():
             wanted += [(("grad", ring, i), "gradients", numel, gradient) for i in range(rings.buffers[ring])]
-            if self._builder.policy.sum_dtype_differs:
-                wanted.append((("sum", ring), "gradient sums", numel, torch.float32))
+        if self._builder.policy.sum_dtype_differs:
+            wanted += [
+                (("sum", ring), "gradient sums", numel, torch.float32) for ring, numel in rings.sum_numel.items()
+            ]
         need = sum(numel * dtype.itemsize for _, _, numel, dtype in wanted)
         self.memory.require(need, "holding slots and gradients, before any activation,")
         for name, label, numel, dtype in wanted:
@@ -258,10 +282,10 @@ class Engine:
 
     def _scratch(self, unit: str, *, differs: bool) -> Buffer:
         """A gradient buffer to write to while measuring."""
-        ring = self._builder.rings.grad_ring[unit]
+        rings = self._builder.rings
         if differs:
-            return ("sum", ring)
-        return ("hostgrad", unit) if unit in self._options.states_resident else ("grad", ring, 0)
+            return ("sum", rings.sum_ring[unit])
+        return ("hostgrad", unit) if unit in self._options.states_resident else ("grad", rings.grad_ring[unit], 0)
 
     def _lend(self, name: Buffer, unit: str) -> torch.Tensor:
         buffer: torch.Tensor = self._table.get(name)
@@ -281,4 +305,8 @@ def _size(need: Callable[[str, int], Need], structure: dict[str, int], buffer: B
 def _workspace(need: Callable[[str, int], Need], structure: dict[str, int], op: Op) -> int:
     if op.micro < 0 or not op.unit:
         return 0
-    return need(op.unit, op.micro).peak[op.kind, structure[op.unit]]
+    return need(op.unit, op.micro).peak[_measured_as(op), structure[op.unit]]
+
+
+def _measured_as(op: Op) -> str:
+    return "FORWARD" if op.kind == "RECOMPUTE" else op.kind

@@ -57,6 +57,7 @@ class Operations:
         self._optimizer, self._kernel = optimizer, kernel
         self._device_kernel = device.update_kernel(kernel)
         self._units = {unit.name: unit for unit in templates.decoder.units}
+        self.width = int(templates.decoder.config.get_text_config().hidden_size)
         self._index = {unit.name: i for i, unit in enumerate(templates.decoder.units)}
 
     def perform(self, op: Op, handles: Handles, run: Run) -> None:
@@ -92,7 +93,7 @@ class Operations:
             unit,
             self._slots(op.weights, handles),
             handles.read(("batch", m)),
-            None if first else handles.read(("act", op.unit, m)),
+            None if first else self._input(op, handles, run),
             None if first else handles.read(("context", m)),
             self._seed(op, run),
             keep=keep,
@@ -101,7 +102,24 @@ class Operations:
             handles.put(("context", m), context)
         if keep:
             handles.put(("graph", op.unit, m), graph)
-        handles.put(next(buffer for buffer in op.writes if buffer[0] == "act"), output)
+        assert op.output is not None
+        if op.output[0] == "stage":
+            handles.target(op.output)[: output.numel()].view(output.shape).copy_(output)
+        else:
+            handles.put(op.output, output)
+
+    def recompute(self, op: Op, handles: Handles, run: Run) -> None:
+        """`forward` once more, in backward, for the following unit's input."""
+        self.forward(op, handles, run)
+
+    def offload(self, op: Op, handles: Handles, run: Run) -> None:
+        """Copy a boundary to the host."""
+        numel = self._boundary_shape(op, run).numel()
+        self._device.copy(handles.target(op.writes[0])[:numel], handles.read(op.reads[0])[:numel])
+
+    def reload(self, op: Op, handles: Handles, run: Run) -> None:
+        """Copy a boundary back to the device."""
+        self.offload(op, handles, run)
 
     def loss(self, op: Op, handles: Handles, run: Run) -> None:
         """Loss of one micro-batch, gradient of its hidden states, and the head's gradients."""
@@ -111,7 +129,7 @@ class Operations:
             unit,
             self._slots(op.weights, handles),
             handles.read(("batch", m)),
-            handles.read(("act", op.unit, m)),
+            self._input(op, handles, run),
             self._slots(op.gradients, handles),
             1.0 / run.tokens,
             first=op.first,
@@ -123,7 +141,6 @@ class Operations:
     def backward(self, op: Op, handles: Handles, run: Run) -> None:
         """One unit, one micro-batch: recompute unless its graph was kept, then backward."""
         unit, m = self._units[op.unit], op.micro
-        first_unit = self._index[op.unit] == 0
         kept: Buffer = ("graph", op.unit, m)
         self._templates.decoder.train(run.training)
         (gradient,) = self._slots(op.gradients, handles).values()
@@ -131,7 +148,7 @@ class Operations:
             unit,
             self._slots(op.weights, handles),
             handles.read(("batch", m)),
-            None if first_unit else handles.read(("act", op.unit, m)),
+            None if op.input is None else self._input(op, handles, run),
             handles.read(("context", m)),
             handles.read(kept) if kept in op.reads else None,
             handles.read(("dhid", m)),
@@ -199,13 +216,26 @@ class Operations:
         unit, m = self._units[op.unit], op.micro
         self._templates.decoder.train(run.training)
         slots = self._slots(op.weights, handles)
-        batch, hidden = handles.read(("batch", m)), handles.read(("act", op.unit, m))
+        batch, hidden = handles.read(("batch", m)), self._input(op, handles, run)
         handles.put(("loss", m), self._templates.score(unit, slots, batch, hidden))
 
     def report(self, op: Op, handles: Handles, run: Run) -> None:
         """Copy log-probabilities to the host."""
         run.scores[op.micro] = handles.read(("loss", op.micro)).cpu()
         handles.put(("scores", op.micro), run.scores[op.micro])
+
+    def _boundary_shape(self, op: Op, run: Run) -> torch.Size:
+        """``[rows, tokens, width]`` of the micro-batch's boundary activations."""
+        return torch.Size((*run.batches[op.micro].shape, self.width))
+
+    def _input(self, op: Op, handles: Handles, run: Run) -> torch.Tensor:
+        """The unit's input ``[rows, tokens, width]``."""
+        assert op.input is not None
+        boundary: torch.Tensor = handles.read(op.input)
+        if op.input[0] == "act":
+            return boundary
+        shape = self._boundary_shape(op, run)
+        return boundary[: shape.numel()].view(shape)
 
     def _speculative_optimizer(self) -> SpeculativeOptimizer:
         if not isinstance(self._optimizer, SpeculativeOptimizer):

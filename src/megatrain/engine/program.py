@@ -15,6 +15,8 @@ Buffers are named by tuples:
 ``("batch", m)``            token ids, targets and positions of micro-batch m on the device
 ``("context", m)``          what the model's prologue hands to every layer: positions, rotary pairs, masks
 ``("act", unit, m)``        the unit's input (boundary activation)
+``("stage", i)``            fixed device buffer with one boundary, where boundaries live on the host
+``("hostact", unit, m)``    the unit's input on the host
 ``("graph", unit, m)``      the unit's autograd graph, when activations are kept
 ``("dhid", m)``             gradient with respect to the current unit's output
 ``("loss", m)``             sum of token losses
@@ -29,8 +31,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from megatrain.layout import size_classes
+from megatrain.engine._rings import Rings, Stages, blocks_of, without_unread_copies
 
 Buffer = tuple[str | int, ...]
 
@@ -66,6 +69,10 @@ class Op:
     releases: tuple[Buffer, ...] = ()
     weights: dict[str, Buffer] = field(default_factory=dict)
     """Slot of each unit whose weights the operation uses."""
+    input: Buffer | None = None
+    """The boundary that a layer starts from."""
+    output: Buffer | None = None
+    """The boundary that a forward leaves."""
     gradients: dict[str, Buffer] = field(default_factory=dict)
     """Where each unit's gradient is summed."""
     finished: Buffer | None = None
@@ -80,87 +87,18 @@ class Op:
         return " ".join(part for part in (self.kind, self.unit, micro) if part)
 
 
-class Rings:
-    """Which slot holds which unit, from step to step, and which gradient buffer is whose.
-
-    Units of similar size share a ring. The vocabulary units (first and last) never share one with the layers: a tied
-    gradient stays in its buffer while every layer's passes by. Nor do they share one with each other where the last
-    reads the first's weights: both are needed at once.
-    """
-
-    def __init__(self, units: Sequence[UnitSpec], slots: int) -> None:
-        self.grad_ring, self.grad_numel = _classes(units, units)
-        streamed = [unit for unit in units if not (unit.weights_resident or unit.state_resident)]
-        self.slot_ring, self.slot_numel = _classes(units, streamed)
-        for unit in units:
-            if unit.weights_resident and not unit.state_resident:
-                self.slot_ring[unit.name] = f"own {unit.name}"
-                self.slot_numel[f"own {unit.name}"] = unit.numel
-        drained = {unit.name for unit in units if not unit.state_resident}
-        self.slots = {ring: self._count(ring, self.slot_ring, slots, len(units)) for ring in self.slot_numel}
-        self.buffers = {
-            ring: min(slots, 2, max(1, members - 1)) if members else 0
-            for ring in self.grad_numel
-            for members in [sum(1 for name in drained if self.grad_ring[name] == ring)]
-        }
-        self._content: dict[Buffer, str | None] = {
-            ("slot", ring, i): None for ring, count in self.slots.items() for i in range(count)
-        }
-        self._used: dict[Buffer, int] = dict.fromkeys(self._content, 0)
-        self._clock = 0
-        self._next: dict[str, int] = dict.fromkeys(self.grad_numel, 0)
-
-    @staticmethod
-    def _count(ring: str, ring_of: dict[str, str], slots: int, units: int) -> int:
-        members = sum(1 for other in ring_of.values() if other == ring)
-        # Two uses far apart gain nothing from a second slot; with a slot for every unit, all stay.
-        return 1 if members <= 2 and slots < units else min(slots, members)
-
-    def slot(self, unit: str) -> tuple[Buffer, bool]:
-        """The unit's slot and whether it must be fetched; evicts the least recently used one of its ring."""
-        self._clock += 1
-        candidates = [slot for slot in self._content if slot[1] == self.slot_ring[unit]]
-        held = next((slot for slot in candidates if self._content[slot] == unit), None)
-        chosen = held or min(candidates, key=lambda slot: self._used[slot])
-        self._used[chosen], self._content[chosen] = self._clock, unit
-        return chosen, held is None
-
-    def gradient(self, unit: str) -> Buffer:
-        """The next gradient buffer of the unit's ring, in turn."""
-        ring = self.grad_ring[unit]
-        self._next[ring] += 1
-        return ("grad", ring, self._next[ring] % self.buffers[ring])
-
-    def forget(self, units: Iterable[str]) -> list[Buffer]:
-        """Mark the units' weights in slots as out of date; returns those slots."""
-        stale = set(units)
-        dropped = [slot for slot, unit in self._content.items() if unit in stale]
-        self._content.update(dict.fromkeys(dropped))
-        return dropped
-
-
-def _classes(units: Sequence[UnitSpec], members: Sequence[UnitSpec]) -> tuple[dict[str, str], dict[str, int]]:
-    """Ring of each of ``members`` and the elements of each ring's buffers."""
-    first, last = units[0], units[-1]
-    families: dict[str, dict[str, int]] = {}
-    for unit in members:
-        edge = "first" if unit is first else "last"
-        family = "layer" if unit not in (first, last) else edge if last.uses else "edge"
-        families.setdefault(family, {})[unit.name] = unit.numel
-    ring_of, numel_of = {}, {}
-    for family, sizes in families.items():
-        for name, numel in size_classes(sizes).items():
-            ring_of[name] = f"{family}{numel}"
-            numel_of[ring_of[name]] = numel
-    return ring_of, numel_of
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """What varies between programs of one model."""
 
     sum_dtype_differs: bool = False
     """Gradients leave in a dtype other than FP32, so sums need a buffer of their own."""
+    boundaries_on_host: bool = False
+    """Boundary activations wait for backward on the host."""
+    boundary_every: int = 1
+    """Layers of a block: only its first layer's input is kept, the others' are computed again before its backward."""
+    micro_batch_major: bool = False
+    """A micro-batch passes through the whole model, forward and backward, before the next one starts."""
 
 
 class Builder:
@@ -169,21 +107,27 @@ class Builder:
     def __init__(self, units: Sequence[UnitSpec], slots: int, policy: Policy) -> None:
         self.units = list(units)
         self._named = {unit.name: unit for unit in units}
-        self.rings = Rings(units, slots)
+        self.rings = Rings(units, slots, policy)
         self.policy = policy
+        self._blocks = blocks_of(self.units[1:-1], policy.boundary_every)
+        starts = [block[0] for block in self._blocks]
+        self._kept = {unit.name for unit in starts}
+        # A kept graph holds its input, so that one stays where it is.
+        self._offloaded = {unit.name for unit in starts if policy.boundaries_on_host and not unit.keeps}
         self._ops: list[Op] = []
 
     def training_step(self, micros: int, *, speculative: bool = False) -> list[Op]:
-        """Forward, loss and backward through all units, layer-major, then norm, and updates in forward order.
+        """Forward, loss and backward through all units, then norm, and updates in forward order.
 
-        A ``speculative`` one updates each unit on the host as its gradient lands, and corrects that at the end.
+        Layer-major: all micro-batches pass through a unit before the next one; or micro-batch-major. A ``speculative``
+        one updates each unit on the host as its gradient lands, and corrects that at the end.
         """
-        self._ops = []
-        self._speculative = speculative
-        self._forward(micros, training=True)
-        self._loss(micros)
-        for unit in reversed(self.units[:-1]):
-            self._backward(unit, micros)
+        together = 1 if self.policy.micro_batch_major else micros
+        self._begin(micros, training=True, speculative=speculative)
+        # One boundary for each micro-batch under way, one that is written, one whose copy is under way.
+        self._stages = Stages(together + 2)
+        for start in range(0, micros, together):
+            self._forward_and_backward(range(start, start + together))
         names = [unit.name for unit in self.units]
         losses: tuple[Buffer, ...] = tuple(("loss", m) for m in range(micros))
         norms: tuple[Buffer, ...] = tuple(("norm", name) for name in names)
@@ -192,12 +136,12 @@ class Builder:
         for unit in self.units:
             self._update(unit)
         self._release_stale(self.rings.forget(names))
-        return self._ops
+        return without_unread_copies(self._ops)
 
     def scoring(self, micros: int) -> list[Op]:
         """The forward half: log-probabilities of the targets of each micro-batch, copied to the host."""
-        self._ops = []
-        self._forward(micros, training=False)
+        self._begin(micros, training=False)
+        self._forward(range(micros))
         head = self.units[-1]
         slots = self._weights(head)
         for m in range(micros):
@@ -209,13 +153,30 @@ class Builder:
                     unit=head.name,
                     micro=m,
                     weights=slots,
+                    input=act,
                     reads=(*slots.values(), act, ("batch", m)),
                     writes=(("loss", m),),
-                    releases=(act, ("batch", m)),
+                    releases=(act, ("batch", m), ("context", m)),
                 )
             )
             self._add(Op(kind="REPORT", lane="d2h", micro=m, reads=(("loss", m),), writes=(("scores", m),)))
         return self._ops
+
+    def _begin(self, micros: int, *, training: bool, speculative: bool = False) -> None:
+        self._ops = []
+        self._micros, self._training, self._speculative = micros, training, speculative
+        self._finished: dict[str, Buffer] = {}
+
+    def _forward_and_backward(self, group: range) -> None:
+        """All of a step's work on micro-batches that go through each unit together."""
+        self._forward(group)
+        self._loss(group)
+        for block in reversed(self._blocks):
+            for unit, following in pairwise(block):
+                self._run("RECOMPUTE", unit, following, group)
+            for unit in reversed(block):
+                self._backward(unit, group)
+        self._backward(self.units[0], group)
 
     def _add(self, op: Op) -> None:
         self._ops.append(op)
@@ -245,46 +206,76 @@ class Builder:
                 if slot in op.writes:
                     break
 
-    def _forward(self, micros: int, *, training: bool) -> None:
-        for m in range(micros):
+    def _forward(self, group: range) -> None:
+        for m in group:
             self._add(Op(kind="INPUT", lane="compute", micro=m, writes=(("batch", m),)))
-        for index, unit in enumerate(self.units[:-1]):
-            slots = self._weights(unit)
-            for m in range(micros):
-                reads: tuple[Buffer, ...] = (*slots.values(), ("batch", m))
-                writes: tuple[Buffer, ...] = (("act", self.units[index + 1].name, m),)
-                if index == 0:
-                    writes = (*writes, ("context", m))
-                else:
-                    reads = (*reads, ("context", m), ("act", unit.name, m))
-                if training and unit.keeps:
-                    writes = (*writes, ("graph", unit.name, m))
-                self._add(
-                    Op(
-                        kind="FORWARD",
-                        lane="compute",
-                        unit=unit.name,
-                        micro=m,
-                        weights=slots,
-                        reads=reads,
-                        writes=writes,
-                    )
-                )
+        for unit, following in pairwise(self.units):
+            self._run("FORWARD", unit, following, group)
+
+    def _run(self, kind: str, unit: UnitSpec, following: UnitSpec, group: range) -> None:
+        """A unit's forward: the first, or in backward once more for the input of the following one."""
+        slots = self._weights(unit)
+        forward = kind == "FORWARD"
+        for m in group:
+            act = self._input(unit, m)
+            target = self._output(following, m)
+            reads: tuple[Buffer, ...] = (*slots.values(), ("batch", m))
+            writes: tuple[Buffer, ...] = (target,)
+            if act is None:
+                writes = (*writes, ("context", m))
+            else:
+                reads = (*reads, ("context", m), act)
+            if forward and self._training and unit.keeps:
+                writes = (*writes, ("graph", unit.name, m))
+            op = Op(kind=kind, lane="compute", unit=unit.name, micro=m, weights=slots, reads=reads, writes=writes)
+            op.input, op.output = act, target
+            if act is not None and forward and not (self._training and unit.name in self._kept):
+                op.releases = (act,)
+            self._add(op)
+            if forward and self._is_staged(unit):
+                assert act is not None
+                self._stages.free(act)
+            if self._is_staged(following):
+                host = self._on_host(following, m)
+                self._add(Op(kind="OFFLOAD", lane="d2h", unit=following.name, micro=m, reads=(target,), writes=(host,)))
+
+    def _is_staged(self, unit: UnitSpec) -> bool:
+        return self._training and unit.name in self._offloaded
+
+    def _on_host(self, unit: UnitSpec, m: int) -> Buffer:
+        return ("hostact", unit.name, 0 if self.policy.micro_batch_major else m)
+
+    def _output(self, following: UnitSpec, m: int) -> Buffer:
+        """Where the following unit's input goes."""
+        return self._stages.take((following.name, m)) if self._is_staged(following) else ("act", following.name, m)
+
+    def _input(self, unit: UnitSpec, m: int) -> Buffer | None:
+        """Where a unit's input is (the first has none), with a RELOAD if it is no longer on the device."""
+        if unit is self.units[0]:
+            return None
+        if not self._is_staged(unit):
+            return ("act", unit.name, m)
+        stage = self._stages.find((unit.name, m))
+        if stage is None:
+            stage, host = self._stages.take((unit.name, m)), self._on_host(unit, m)
+            reload = Op(kind="RELOAD", lane="h2d", unit=unit.name, micro=m, reads=(host,), writes=(stage,))
+            reload.releases = (host,)
+            self._add(reload)
+        return stage
 
     def _sum_buffer(self, unit: str, finished: Buffer, *, several: bool) -> Buffer:
         if several and self.policy.sum_dtype_differs:
-            return ("sum", self.rings.grad_ring[unit])
+            return ("sum", self.rings.sum_ring[unit])
         return finished
 
-    def _loss(self, micros: int) -> None:
+    def _loss(self, group: range) -> None:
         head = self.units[-1]
         slots = self._weights(head)
-        self._finished = {name: self._gradient(name) for name in (head.name, *head.uses)}
         # A chunked loss adds to its gradients chunk by chunk, so it always sums.
-        sums = {name: self._sum_buffer(name, grad, several=True) for name, grad in self._finished.items()}
-        own = self._finished[head.name]
-        for m in range(micros):
-            last = m == micros - 1
+        sums = {name: self._sum_buffer(name, self._gradient(name), several=True) for name in (head.name, *head.uses)}
+        own = self._gradient(head.name)
+        for m in group:
+            last = m == self._micros - 1
             act: Buffer = ("act", head.name, m)
             finish: tuple[Buffer, ...] = (own, ("norm", head.name)) if last else ()
             self._add(
@@ -294,6 +285,7 @@ class Builder:
                     unit=head.name,
                     micro=m,
                     weights=slots,
+                    input=act,
                     gradients=sums,
                     finished=own,
                     first=m == 0,
@@ -303,18 +295,20 @@ class Builder:
                     releases=(act,),
                 )
             )
-        self._drain(head.name, own)
+            if last:
+                self._drain(head.name, own)
 
-    def _backward(self, unit: UnitSpec, micros: int) -> None:
+    def _backward(self, unit: UnitSpec, group: range) -> None:
         slots = {} if unit.lookup else self._weights(unit)
         started = unit.name in self.units[-1].uses
-        finished = self._finished[unit.name] if started else self._gradient(unit.name)
-        target = self._sum_buffer(unit.name, finished, several=started or micros > 1)
+        finished = self._gradient(unit.name)
+        target = self._sum_buffer(unit.name, finished, several=started or self._micros > 1)
         first_unit = unit is self.units[0]
-        for m in range(micros):
-            last = m == micros - 1
+        for m in group:
+            last = m == self._micros - 1
+            boundary = self._input(unit, m)
             kept: tuple[Buffer, ...] = (("graph", unit.name, m),) if unit.keeps else ()
-            act: tuple[Buffer, ...] = () if first_unit else (("act", unit.name, m),)
+            act: tuple[Buffer, ...] = () if boundary is None else (boundary,)
             finish: tuple[Buffer, ...] = (finished, ("norm", unit.name)) if last else ()
             done: tuple[Buffer, ...] = (("batch", m), ("context", m), ("dhid", m)) if first_unit else ()
             self._add(
@@ -324,6 +318,7 @@ class Builder:
                     unit=unit.name,
                     micro=m,
                     weights=slots,
+                    input=boundary,
                     gradients={unit.name: target},
                     finished=finished,
                     first=m == 0 and not started,
@@ -333,35 +328,27 @@ class Builder:
                     releases=(*act, *kept, *done),
                 )
             )
-        self._drain(unit.name, finished)
+            if boundary is not None and self._is_staged(unit):
+                self._stages.free(boundary)
+            if last:
+                self._drain(unit.name, finished)
 
     def _gradient(self, unit: str) -> Buffer:
         """Where a unit's finished gradient goes: a buffer to drain, or beside the state that it will update."""
-        return ("hostgrad", unit) if self._named[unit].state_resident else self.rings.gradient(unit)
+        if self._named[unit].state_resident:
+            return ("hostgrad", unit)
+        if unit not in self._finished:
+            self._finished[unit] = self.rings.gradient(unit)
+        return self._finished[unit]
 
     def _drain(self, unit: str, finished: Buffer) -> None:
         if self._named[unit].state_resident:
             return
-        self._add(
-            Op(
-                kind="DRAIN",
-                lane="d2h",
-                unit=unit,
-                reads=(finished,),
-                writes=(("hostgrad", unit),),
-                releases=(finished,),
-            )
-        )
+        landed: Buffer = ("hostgrad", unit)
+        self._add(Op(kind="DRAIN", lane="d2h", unit=unit, reads=(finished,), writes=(landed,), releases=(finished,)))
         if self._speculative:
-            self._add(
-                Op(
-                    kind="SPECULATE",
-                    lane="optimizer",
-                    unit=unit,
-                    reads=(("hostgrad", unit),),
-                    writes=(("weights", unit), ("state", unit), ("waiting", unit)),
-                )
-            )
+            updated: tuple[Buffer, ...] = (("weights", unit), ("state", unit), ("waiting", unit))
+            self._add(Op(kind="SPECULATE", lane="optimizer", unit=unit, reads=(landed,), writes=updated))
 
     def _update(self, unit: UnitSpec) -> None:
         resident = unit.state_resident
