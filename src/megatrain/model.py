@@ -27,7 +27,7 @@ from megatrain.engine.placement import Placement
 from megatrain.engine.template import unit_seed
 from megatrain.engine.workspace import Shape
 from megatrain.errors import LaneError, UserError
-from megatrain.export import ExportTensor, write_model
+from megatrain.export import ExportTensor, check_export, write_model
 from megatrain.model_files import ModelFiles
 from megatrain.optimizers import Optimizer
 from megatrain.optimizers.adamw import AdamW
@@ -323,6 +323,12 @@ class Model:
             tied=self._tied,
             progress=progress,
         )
+
+    def check_save(self, path: str | Path, dtype: str | None = None) -> None:
+        """A trial of `save_pretrained` without the weights: raises now what would be found after hours of training."""
+        self._usable()
+        shapes = {name: self._store.place(name)[1].shape for name in self._store.parameter_names}
+        check_export(path, shapes, dtype=dtype, source=self._source, config=self.config, tied=self._tied)
 
     def save_state(
         self, path: str | Path, extra: dict[str, Any] | None = None, progress: Progress | None = None

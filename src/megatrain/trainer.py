@@ -91,6 +91,8 @@ def train(
                 console.note(f"passed over {save}: {str(e).partition('. ')[0]}")
                 damaged.append(save)  # the next one replaces all that this one has put into memory
                 save = find_save(config.checkpoint.resume, run.checkpoints, console, damaged)
+        if not run.final.exists():
+            model.check_save(run.final, config.export.dtype)
         begin()
         for path in damaged:
             set_aside(path)

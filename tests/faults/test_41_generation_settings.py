@@ -56,3 +56,23 @@ def test_a_side_file_that_fails_is_reported_after_the_weights_are_saved(
     with pytest.raises(UserError, match=r"weights are saved in .*generation_config\.json could not be copied"):
         export(model, tmp_path / "out", source)
     assert torch.equal(logits(reload(tmp_path / "out")), logits(model))
+
+
+def test_a_run_tries_its_export_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = pytest.importorskip("_runs")
+    runs.make_model(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text("{}")
+    runs.write_rows(tmp_path / "chats.jsonl", runs.chats(8))
+    copy = shutil.copyfile
+
+    def fail(origin: Path, target: Path) -> None:
+        if Path(origin).name == "generation_config.json":
+            raise PermissionError(13, "Permission denied")
+        copy(origin, target)
+
+    monkeypatch.setattr(shutil, "copyfile", fail)
+    result = runs.CliRunner().invoke(runs.app, ["train", *runs.arguments(tmp_path)])
+    assert isinstance(result.exception, UserError) or result.exit_code == 2
+    assert "trial save" in str(result.exception) + result.output
+    assert not (tmp_path / "run" / "final").exists()
+    assert not (tmp_path / "run" / "resolved.yaml").exists()

@@ -44,10 +44,6 @@ class Dataset:
         """Tokens that a loss is taken on: a row's first token has nothing before it to be predicted from."""
         return sum(int(r.target[1:].sum()) for r in self.rows)
 
-    @property
-    def longest(self) -> int:
-        return max(len(r) for r in self.rows)
-
 
 def load_dataset(
     config: DataConfig, tokenizer: Any, *, vocab_size: int, positions: int | None, progress: Progress
