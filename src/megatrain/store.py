@@ -87,6 +87,7 @@ class Store:
         self._kernel, self._unregister = kernel, unregister
         self._arenas: list[Arena] = []
         self._register = register
+        self._results: Arena | None = None
         self._boundaries: Arena | None = None
         self._slabs: dict[str, Slab] = {}
         self._home: dict[str, str] = {}
@@ -153,7 +154,7 @@ class Store:
 
     def results(self, numel: int) -> torch.Tensor:
         """FP64 host memory that a device copies a step's few results to; the next step overwrites it."""
-        if numel * 8 > self._results.nbytes:
+        if self._results is None or numel * 8 > self._results.nbytes:
             self._results = self.arena(numel * 8, "results")
         return self._results.memory[: numel * 8].view(torch.float64)
 
@@ -232,6 +233,6 @@ class Store:
         for arena in self._arenas:
             self._unregister(arena.memory)
         self._arenas.clear()
-        self._boundaries = None
+        self._results = self._boundaries = None
         self._slabs.clear()
         self._home.clear()

@@ -111,10 +111,10 @@ def test_device_memory_budget_holds_on_the_device(gpu: str) -> None:
     with model(gpu) as trained:
         trained.step(step)
         peak = trained.memory.device_peak
-    torch.cuda.empty_cache()
-    base = torch.cuda.memory_allocated()
+    requested = "requested_bytes.all."  # what was asked for; recycled blocks may be up to 1 MiB larger
+    base = torch.cuda.memory_stats()[requested + "current"]
     with model(gpu, device_memory=peak) as trained:
         trained.step(step)
         torch.cuda.reset_peak_memory_stats()
         trained.step(step)
-        assert torch.cuda.max_memory_allocated() - base <= peak + (1 << 20)
+        assert torch.cuda.memory_stats()[requested + "peak"] - base <= peak + (1 << 16)

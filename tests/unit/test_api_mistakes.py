@@ -73,6 +73,14 @@ def test_calls_that_are_refused_leave_the_model_usable(tmp_path: Path) -> None:
         pass
 
 
+def test_hopeless_batches_are_refused_without_trying(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system promises memory that it does not have, an attempt would end the process."""
+    with Model.from_config(tiny_config(), device=device) as model:
+        monkeypatch.setattr("megatrain.engine.workspace.Workspaces.measure", lambda *_, **__: pytest.fail("it tried"))
+        with pytest.raises(UserError, match=r"device_memory.*1000000 x 1000000 tokens"):
+            model.reserve(10**6, 10**6, 1)
+
+
 def test_weights_that_cannot_be_trained_from(tmp_path: Path) -> None:
     source = tiny_checkpoint(tmp_path / "nan")
     with torch.no_grad():

@@ -79,6 +79,11 @@ class Device(ABC):
     def total_memory(self) -> int:
         """Bytes of memory that the device has, or that are a sensible share of the host's."""
 
+    @property
+    def capacity(self) -> int:
+        """Bytes beyond which nothing can fit."""
+        return self.total_memory
+
     @abstractmethod
     def warm_up(self, dtype: torch.dtype) -> int:
         """Make libraries take what they keep for good, on the compute lane; returns its bytes of device memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -41,6 +42,10 @@ class HostMemoryDevice(Device):
     @property
     def total_memory(self) -> int:
         return 8 << 30
+
+    @property
+    def capacity(self) -> int:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def warm_up(self, dtype: torch.dtype) -> int:
         return 0

@@ -133,7 +133,16 @@ class Engine:
     def _measure_missing(self, shape: Shape, modes: set[bool], *, exactly: bool = False) -> None:
         for keep in modes:
             if not self._workspaces.knows(shape, keep=keep, exactly=exactly):
+                self._refuse_hopeless(shape)
                 self._measure(shape, keep=keep)
+
+    def _refuse_hopeless(self, shape: Shape) -> None:
+        """Raise when a layer's input and output alone exceed the memory: where a system promises memory that it does
+        not have, trying would end the process."""
+        hidden = shape.rows * shape.tokens * self._operations.width * self._options.compute_dtype.itemsize
+        limit = self._device.capacity if self.memory.budget is None else self.memory.budget
+        if self.memory.fixed.total() + 2 * hidden > limit:
+            raise self._too_small(shape)
 
     def _plan(self, shapes: Sequence[Shape], kept: frozenset[str], *, training: bool) -> tuple[int, str]:
         """Peak device bytes of a program on measured shapes, and where it is reached."""
@@ -221,12 +230,15 @@ class Engine:
             return
         if isinstance(failure[0], UserError):
             raise failure[0]
+        raise self._too_small(shape) from failure[0]
+
+    def _too_small(self, shape: Shape) -> UserError:
         budget = self.memory.budget
         limit = "the device's memory" if budget is None else readable_bytes(budget)
-        raise UserError(
+        return UserError(
             f"placement.device_memory: {limit} is too small for a micro-batch of {shape.rows} x {shape.tokens} tokens;"
             " use shorter sequences or fewer rows a micro-batch"
-        ) from failure[0]
+        )
 
     def _on_compute(self, run: Callable[[], None], label: str) -> None:
         ticket, waits = self._tracker.add(Op(kind=label, lane="compute", writes=self._gradient_buffers))

@@ -168,7 +168,11 @@ class Decoder:
         """
         if self._linear is not None:
             self._linear.gradient = head_gradient
-        output = functional_call(self._causal, dict(weights), args=(), kwargs={"inputs_embeds": hidden[None]})
+        try:
+            output = functional_call(self._causal, dict(weights), args=(), kwargs={"inputs_embeds": hidden[None]})
+        finally:
+            if self._linear is not None:  # it would hold the largest buffer of the model beyond its end
+                self._linear.gradient = None
         logits: torch.Tensor = output.logits[0]
         return logits
 
