@@ -14,6 +14,8 @@ from _oracle import relative
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain import UserError
+from megatrain.devices import _measure
+from megatrain.engine.template import Mode
 from megatrain.engine.workspace import Shape
 from megatrain.models._functions import keeping_attention, layer_function, layer_gradients, pulled_back
 from megatrain.models.decoder import Decoder
@@ -95,6 +97,30 @@ def test_a_selective_graph_holds_attention_and_nothing_else() -> None:
     sums = 4 * ROWS * TOKENS * config.num_attention_heads
     assert attention + sums <= held["selective"] <= attention + sums + 4096
     assert held["keep"] > 5 * held["selective"]
+
+
+@pytest.mark.parametrize("mode", ["selective", "keep"])
+def test_a_graph_that_is_dropped_holds_nothing(mode: Mode) -> None:
+    """Measuring drops them before the first step; an operation that saves its own output must not hold itself."""
+    with engine(tiny_config(), "cpu", activations=mode) as model:
+        model.reserve(ROWS, TOKENS, 1)
+        spaces = model._engine._workspaces
+        shape = Shape(ROWS, TOKENS, packed=False)
+        counter = _measure._LiveBytes()
+        with counter:
+            spaces.measure(shape, mode)
+        assert counter.peak > 0
+        assert counter.live == 0
+
+
+def test_what_a_selective_forward_leaves_is_what_it_says() -> None:
+    function, weights, hidden, arguments = layer_of()
+    bound = {name: value.requires_grad_() for name, value in weights.items()}
+    counter = _measure._LiveBytes()
+    with counter:
+        output = keeping_attention(function)(bound, hidden.requires_grad_(), arguments)
+    attention = 4 * ROWS * TOKENS * (WIDTH + 4)
+    assert counter.live == attention + output.untyped_storage().nbytes()
 
 
 @pytest.mark.parametrize("activations", ["some", "keep 20", "selective 120%", "", "keep 10%,", 3])

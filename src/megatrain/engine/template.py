@@ -80,7 +80,9 @@ class _Saved:
         if storage.data_ptr() not in self._counted:
             self._counted.add(storage.data_ptr())
             self.nbytes += storage.nbytes()
-        return tensor
+        return (
+            tensor.detach()
+        )  # an operation that saves its own output would hold itself for ever, unless backward runs
 
     def _unpack(self, saved: Any) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):

@@ -124,9 +124,8 @@ class _AttentionKept(torch.autograd.Function):
         *values: torch.Tensor,
     ) -> torch.Tensor:
         results: list[tuple[Any, ...]] = []
-        # Attention leaves out what its backward needs unless it sees that there will be one; but this graph is dropped.
-        dropped = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-        with torch.enable_grad(), dropped, _Recording(results):
+        # Attention leaves out what its backward needs unless it sees that there will be one; but there is none here.
+        with torch.enable_grad(), saved_tensors_hooks(_nothing, _nothing), _Recording(results):
             output = function(dict(zip(names, values, strict=True)), hidden.detach().requires_grad_(), arguments)
         kept, ctx.results = tree_flatten(results)
         ctx.items = [(True, None) if isinstance(item, torch.Tensor) else (False, item) for item in kept]
@@ -169,6 +168,10 @@ class _Replaying(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _detached(next(self._results)) if func in _ATTENTION else func(*args, **(kwargs or {}))
+
+
+def _nothing(_: object) -> Any:
+    """Packs what a graph saves that has no backward."""
 
 
 def _detached(value: Any) -> Any:
