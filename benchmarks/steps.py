@@ -9,16 +9,12 @@ else going on. Loss, clipping and optimizer are inside the timing of a step; the
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from _rows import parse_options, speed, write
 from _shapes import SHAPES, random_batch, random_model, shape_config
 
 from megatrain import AdamW, Model
@@ -47,34 +43,6 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def options(pairs: list[str]) -> dict[str, Any]:
-    """Model options from ``name=value`` pairs."""
-    result: dict[str, Any] = {}
-    for pair in pairs:
-        name, _, text = pair.partition("=")
-        try:
-            result[name] = json.loads(text)
-        except json.JSONDecodeError:
-            result[name] = text
-    return result
-
-
-def hardware(commit: str | None) -> dict[str, Any]:
-    """What this ran on."""
-    if commit is None:
-        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-        commit = git.stdout.strip() or None
-    return {
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "cpu": platform.processor() or platform.machine(),
-        "cores": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "commit": commit,
-        "command": " ".join(sys.argv[: sys.argv.index("--out")] if "--out" in sys.argv else sys.argv),
-    }
-
-
 def time_steps(
     model: Model, batches: list[list[dict[str, torch.Tensor]]], timed: int, clip_every: int | None
 ) -> tuple[list[float], int]:
@@ -98,9 +66,10 @@ def time_steps(
 def main() -> None:
     """Run every row."""
     args = arguments()
+    options = parse_options(args.option)
     config = shape_config(args.shape, args.layers)
     started = time.perf_counter()
-    model = random_model(config, optimizer=AdamW(lr=1e-5), max_grad_norm=args.max_grad_norm, **options(args.option))
+    model = random_model(config, optimizer=AdamW(lr=1e-5), max_grad_norm=args.max_grad_norm, **options)
     print(
         f"{args.shape}: {model.num_parameters / 1e9:.3f}e9 parameters, built in {time.perf_counter() - started:.1f} s"
     )
@@ -114,30 +83,22 @@ def main() -> None:
             for s in range(args.steps + 2)
         ]
         seconds, corrected = time_steps(model, steps, args.steps, args.clip_every)
-        median = statistics.median(seconds)
-        flops = 6 * model.num_parameters * tokens
         row: dict[str, Any] = {
+            "system": "MegaTrain",
             "shape": args.shape,
             "layers": config.num_hidden_layers,
-            "parameters": model.num_parameters,
-            "tokens": tokens,
-            "seconds": median,
-            "all_seconds": seconds,
+            **speed(model.num_parameters, tokens, seconds),
             "corrected_steps": corrected,
-            "tokens_per_second": tokens / median,
-            "tflops_6n": flops / median / 1e12,
             "device_peak_gib": model.memory.device_peak / 2**30,
             "host_gib": model.memory.host_bytes / 2**30,
-            "options": options(args.option),
+            "options": options,
             "max_grad_norm": args.max_grad_norm,
         }
         if not args.no_bound:
             bound = model.compute_bound(rows, args.seq_len, args.micro_batches)
-            row |= {"bound_seconds": bound, "bound_tflops_6n": flops / bound / 1e12, "share": bound / median}
-        print(json.dumps(row), flush=True)
-        if args.out:
-            with args.out.open("a") as file:
-                file.write(json.dumps(row | hardware(args.commit)) + "\n")
+            at_bound = speed(model.num_parameters, tokens, [bound])["tflops_6n"]
+            row |= {"bound_seconds": bound, "bound_tflops_6n": at_bound, "share": bound / row["seconds"]}
+        write(row, args.out, args.commit)
     model.close()
 
 
