@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ _QWEN25 = {
     "tiny": {"hidden": 256, "mlp": 512, "layers": 4, "heads": 4, "kv": 2, "vocab": 1024},
 }
 SHAPES = tuple(_QWEN25)
+_NOISE = 1 << 24
 
 
 def shape_config(shape: str, layers: int | None = None) -> Qwen2Config:
@@ -34,18 +37,26 @@ def shape_config(shape: str, layers: int | None = None) -> Qwen2Config:
 
 
 def random_model(config: Qwen2Config, **options: Any) -> Model:
-    """A model with weights 0.02 x normal (one block, tiled), norms 1 and biases 0: never zeros where it matters."""
+    """A model with the weights of `random_values`."""
     model = Model(config, **options)
-    noise = torch.randn(1 << 24, generator=torch.Generator().manual_seed(0)) * 0.02
     store = model.store
     for name in store.parameter_names:
-        _, place = store.place(name)
-        ones, zeros = "norm" in name, name.endswith("bias")
-        for start in range(0, place.numel, noise.numel()):
-            count = min(noise.numel(), place.numel - start)
-            values = torch.ones(count) if ones else torch.zeros(count) if zeros else noise[:count]
+        for start, values in random_values(name, store.place(name)[1].numel):
             store.load_master(name, start, values)
     return model
+
+
+def random_values(name: str, count: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """FP32 values of a parameter in pieces, each with where it starts: 0.02 x normal (one block, tiled), norms 1 and
+    biases 0. Never zeros where it matters: on them a GPU computes faster."""
+    piece = torch.ones(_NOISE) if "norm" in name else torch.zeros(_NOISE) if name.endswith("bias") else _noise()
+    for start in range(0, count, _NOISE):
+        yield start, piece[: min(_NOISE, count - start)]
+
+
+@cache
+def _noise() -> torch.Tensor:
+    return torch.randn(_NOISE, generator=torch.Generator().manual_seed(0)) * 0.02
 
 
 def random_batch(vocab: int, rows: int, tokens: int, seed: int) -> dict[str, torch.Tensor]:

@@ -9,16 +9,12 @@ else going on. Loss, clipping and optimizer are inside the timing of a step; the
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from _rows import parse_options, speed, write
 from _shapes import SHAPES, random_batch, random_model, shape_config
 
 from megatrain import AdamW, Model
@@ -46,34 +42,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="append one JSON line a row")
     parser.add_argument("--commit", help="where git cannot tell")
     return parser.parse_args()
-
-
-def options(pairs: list[str]) -> dict[str, Any]:
-    """Model options from ``name=value`` pairs."""
-    result: dict[str, Any] = {}
-    for pair in pairs:
-        name, _, text = pair.partition("=")
-        try:
-            result[name] = json.loads(text)
-        except json.JSONDecodeError:
-            result[name] = text
-    return result
-
-
-def hardware(commit: str | None) -> dict[str, Any]:
-    """What this ran on."""
-    if commit is None:
-        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-        commit = git.stdout.strip() or None
-    return {
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "cpu": platform.processor() or platform.machine(),
-        "cores": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "commit": commit,
-        "command": " ".join(sys.argv[: sys.argv.index("--out")] if "--out" in sys.argv else sys.argv),
-    }
 
 
 def time_steps(
@@ -106,37 +74,32 @@ def one_row(model: Model, args: argparse.Namespace, tokens: int, clip_every: int
         for step in range(warm + timed)
     ]
     seconds, corrected = time_steps(model, steps, timed, clip_every)
-    # Of steps of two kinds the mean counts, of equal ones the median.
-    typical = statistics.mean(seconds) if clip_every else statistics.median(seconds)
-    flops = 6 * model.num_parameters * tokens
     row: dict[str, Any] = {
+        "system": "MegaTrain",
         "shape": args.shape,
         "layers": model.config.num_hidden_layers,
-        "parameters": model.num_parameters,
-        "tokens": tokens,
-        "seconds": typical,
-        "all_seconds": seconds,
+        **speed(model.num_parameters, tokens, seconds),
         "corrected_steps": corrected,
-        "tokens_per_second": tokens / typical,
-        "tflops_6n": flops / typical / 1e12,
         "device_peak_gib": model.memory.device_peak / 2**30,
         "host_gib": model.memory.host_bytes / 2**30,
-        "options": options(args.option),
+        "options": parse_options(args.option),
         "max_grad_norm": args.max_grad_norm,
         "clip_every": clip_every,
     }
     if not args.no_bound:
         bound = model.compute_bound(rows, args.seq_len, args.micro_batches)
-        row |= {"bound_seconds": bound, "bound_tflops_6n": flops / bound / 1e12, "share": bound / typical}
+        at_bound = speed(model.num_parameters, tokens, [bound])["tflops_6n"]
+        row |= {"bound_seconds": bound, "bound_tflops_6n": at_bound, "share": bound / row["seconds"]}
     return row
 
 
 def main() -> None:
     """Run every row."""
     args = arguments()
+    options = parse_options(args.option)
     config = shape_config(args.shape, args.layers)
     started = time.perf_counter()
-    model = random_model(config, optimizer=AdamW(lr=1e-5), max_grad_norm=args.max_grad_norm, **options(args.option))
+    model = random_model(config, optimizer=AdamW(lr=1e-5), max_grad_norm=args.max_grad_norm, **options)
     print(
         f"{args.shape}: {model.num_parameters / 1e9:.3f}e9 parameters, built in {time.perf_counter() - started:.1f} s"
     )
@@ -145,11 +108,7 @@ def main() -> None:
             model.store.moment(name, "exp_avg_sq").fill_(args.second_moment)
     for index, tokens in enumerate(args.tokens):
         for clip_every in [None, args.clip_every] if index == 0 and args.clip_every else [None]:
-            row = one_row(model, args, tokens, clip_every)
-            print(json.dumps(row), flush=True)
-            if args.out:
-                with args.out.open("a") as file:
-                    file.write(json.dumps(row | hardware(args.commit)) + "\n")
+            write(one_row(model, args, tokens, clip_every), args.out, args.commit)
     model.close()
 
 

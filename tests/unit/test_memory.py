@@ -264,8 +264,8 @@ def test_trying_whether_activations_can_be_kept_takes_no_buffers_of_its_own(
     taken: list[int] = []
     check = Workspaces.check_keep
 
-    def recorded(self: Workspaces, unit: Any) -> int:
-        taken.append(check(self, unit))
+    def recorded(self: Workspaces, *args: Any) -> int:
+        taken.append(check(self, *args))
         return taken[-1]
 
     monkeypatch.setattr(Workspaces, "check_keep", recorded)

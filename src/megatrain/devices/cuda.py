@@ -134,20 +134,24 @@ class CudaDevice(Device):
     def warm_up(self, dtype: torch.dtype) -> int:
         # cuBLAS takes a workspace for each pair of thread and stream: here for this lane's and for autograd's.
         torch.cuda.synchronize(self.torch_device)
-        before = torch.cuda.memory_allocated(self.torch_device)
+        before = self._requested("current")
         matrix = torch.ones(64, 64, dtype=dtype, device=self.torch_device, requires_grad=True)
         torch.autograd.grad((matrix @ matrix).sum(), matrix)
         del matrix
         torch.cuda.synchronize(self.torch_device)
-        return torch.cuda.memory_allocated(self.torch_device) - before
+        return self._requested("current") - before
 
     def workspace(self, run: Callable[[], object]) -> int:
         torch.cuda.synchronize(self.torch_device)
-        before = torch.cuda.memory_allocated(self.torch_device)
+        before = self._requested("current")
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         run()
         torch.cuda.synchronize(self.torch_device)
-        return torch.cuda.max_memory_allocated(self.torch_device) - before
+        return self._requested("peak") - before
+
+    def _requested(self, when: str) -> int:
+        """Bytes that were asked for. The blocks that serve them may be up to 1 MiB larger each, by what was free."""
+        return int(torch.cuda.memory_stats(self.torch_device)[f"requested_bytes.all.{when}"])
 
     def seconds(self, run: Callable[[], object], repeats: int = 3) -> float:
         run()

@@ -1,0 +1,175 @@
+"""Command line, timing and rows of the rivals: same shapes, weights, tokens and row format as benchmarks/steps.py.
+
+Rows run in a process of their own: one that runs out of memory, on the device or on the host, costs its row alone.
+Import this module first: it puts the folder of the benchmarks on the path.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import Qwen2Config
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from _rows import parse_options, speed, write
+from _shapes import SHAPES, random_batch, shape_config
+
+Step = Callable[[dict[str, torch.Tensor]], tuple[Any, Any]]
+"""A whole training step on one batch; returns the loss and the norm of the gradients before clipping."""
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+MAX_GRAD_NORM = 1.0
+LR, WEIGHT_DECAY = 1e-5, 0.01
+_WARM_UP = 2
+_GOODBYE = 120  # seconds that a process may take to let its memory go
+_ATTENTION = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+@dataclass
+class Rival:
+    """A system set up for one shape."""
+
+    parameters: int
+    step: Step
+    compile_layers: Callable[[], None]
+
+
+Build = Callable[[Qwen2Config, dict[str, Any]], Rival]
+
+
+def run(system: str, versions: dict[str, str], build: Build, doc: str) -> None:
+    """Measure every row of the command line with the system that ``build`` sets up from a config and options."""
+    args = _arguments(doc)
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29511")
+    common = {
+        "system": system,
+        **versions,
+        "shape": args.shape,
+        "layers": shape_config(args.shape, args.layers).num_hidden_layers,
+        "max_grad_norm": MAX_GRAD_NORM,
+    }
+    cases = [(mode, tokens) for mode in args.modes for tokens in args.tokens]
+    context = multiprocessing.get_context("spawn")
+    while cases:
+        receiver, sender = context.Pipe(duplex=False)
+        worker = context.Process(target=_measure, args=(build, args, common, cases, sender))
+        worker.start()
+        sender.close()
+        ready, error = False, None
+        try:
+            while True:
+                event, error = receiver.recv()
+                ready |= event == "ready"
+                if event == "row":
+                    cases.pop(0)
+        except EOFError:
+            worker.join(_GOODBYE)
+            worker.kill()
+            worker.join()
+        if cases:
+            error = error or f"the process ended with exit code {worker.exitcode}" + (
+                ": killed, as a system out of memory does" if worker.exitcode == -9 else ""
+            )
+            # What fails before the first row would fail for every row.
+            failed, cases = (cases[:1], cases[1:]) if ready else (cases, [])
+            for mode, tokens in failed:
+                row = {"tokens": tokens, "options": _row_options(args, mode), "error": error}
+                write(common | row, args.out, args.commit)
+
+
+def _arguments(doc: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="7b")
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 65536, 131072], help="tokens per step")
+    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=3, help="timed steps, after two that are not")
+    parser.add_argument("--modes", choices=["eager", "compiled"], nargs="+", default=["eager", "compiled"])
+    parser.add_argument("--option", action="append", default=[], help="name=value of the system's settings")
+    parser.add_argument("--out", type=Path, help="append one JSON line a row")
+    parser.add_argument("--commit", help="where git cannot tell")
+    return parser.parse_args()
+
+
+def _row_options(args: argparse.Namespace, mode: str) -> dict[str, Any]:
+    return parse_options(args.option) | ({"compiled": True} if mode == "compiled" else {})
+
+
+def _measure(
+    build: Build,
+    args: argparse.Namespace,
+    common: dict[str, Any],
+    cases: list[tuple[str, int]],
+    sender: Connection,
+) -> None:
+    try:
+        config = shape_config(args.shape, args.layers)
+        start = time.perf_counter()
+        rival = build(config, parse_options(args.option))
+        print(
+            f"{common['system']}, {args.shape}: {rival.parameters / 1e9:.3f}e9 parameters, set up in"
+            f" {time.perf_counter() - start:.1f} s, {_resident_gib():.1f} GiB resident",
+            flush=True,
+        )
+        sender.send(("ready", None))
+        compiled = False
+        for mode, tokens in cases:
+            print(f"{mode}, {tokens} tokens a step", flush=True)
+            if mode == "compiled" and not compiled:
+                rival.compile_layers()
+                compiled = True
+            row = speed(rival.parameters, tokens, _time_steps(rival.step, config.vocab_size, tokens, args))
+            if DEVICE.type == "cuda":
+                row["device_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            row |= {"host_gib": _resident_gib(), "options": _row_options(args, mode)}
+            write(common | row, args.out, args.commit)
+            sender.send(("row", None))
+    except Exception as error:
+        sender.send(("failed", f"{type(error).__name__}: {error}".splitlines()[0]))
+        raise
+
+
+def _time_steps(step: Step, vocab: int, tokens: int, args: argparse.Namespace) -> list[float]:
+    """Seconds of the timed steps, each from the end of the step before to its own end."""
+    rows, count = tokens // args.seq_len, _WARM_UP + args.steps
+    batches = [random_batch(vocab, rows, args.seq_len, 100 * index) for index in range(count)]
+    seconds: list[float] = []
+    if DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    with sdpa_kernel(_ATTENTION, set_priority=True):
+        last = time.perf_counter()
+        for batch in batches:
+            loss, norm = step({name: tensor.to(DEVICE, non_blocking=True) for name, tensor in batch.items()})
+            loss, norm = float(loss.detach()), float(norm)
+            if DEVICE.type == "cuda":
+                torch.cuda.synchronize()
+            now = time.perf_counter()
+            seconds.append(now - last)
+            last = now
+            print(f"  {seconds[-1]:7.3f} s  loss {loss:.4f}  norm {norm:.3f}", flush=True)
+    return seconds[_WARM_UP:]
+
+
+def _resident_gib() -> float:
+    """What this process holds of the host's memory, pinned memory included."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30
