@@ -26,16 +26,16 @@ def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
     return result
 
 
-def speed(parameters: int, tokens: int, seconds: Sequence[float]) -> dict[str, Any]:
-    """Median of the timed steps and what follows from it; FLOPs are 6 x parameters x tokens."""
-    median = statistics.median(seconds)
+def speed(parameters: int, tokens: int, seconds: Sequence[float], *, mixed: bool = False) -> dict[str, Any]:
+    """Median of the timed steps (mean of steps of ``mixed`` kinds) and what follows; FLOPs: 6 x parameters x tokens."""
+    typical = statistics.mean(seconds) if mixed else statistics.median(seconds)
     return {
         "parameters": parameters,
         "tokens": tokens,
-        "seconds": median,
+        "seconds": typical,
         "all_seconds": list(seconds),
-        "tokens_per_second": tokens / median,
-        "tflops_6n": 6 * parameters * tokens / median / 1e12,
+        "tokens_per_second": tokens / typical,
+        "tflops_6n": 6 * parameters * tokens / typical / 1e12,
     }
 
 
@@ -58,5 +58,10 @@ def _hardware(commit: str | None) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "commit": commit,
-        "command": " ".join(sys.argv[: sys.argv.index("--out")] if "--out" in sys.argv else sys.argv),
+        "command": " ".join(_without(sys.argv, "--out", "--commit")),
     }
+
+
+def _without(words: Sequence[str], *options: str) -> list[str]:
+    """The command line less these options and their values."""
+    return [word for before, word in zip(["", *words[:-1]], words, strict=True) if not {before, word} & set(options)]

@@ -78,7 +78,7 @@ def one_row(model: Model, args: argparse.Namespace, tokens: int, clip_every: int
         "system": "MegaTrain",
         "shape": args.shape,
         "layers": model.config.num_hidden_layers,
-        **speed(model.num_parameters, tokens, seconds),
+        **speed(model.num_parameters, tokens, seconds, mixed=clip_every is not None),
         "corrected_steps": corrected,
         "device_peak_gib": model.memory.device_peak / 2**30,
         "host_gib": model.memory.host_bytes / 2**30,
