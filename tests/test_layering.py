@@ -18,7 +18,7 @@ PACKAGE = Path(megatrain.__file__).parent
 LAYERS = [
     {"errors", "checks"},
     {"config"},
-    {"layout", "devices", "kernels", "_durable", "_safetensors", "_side_files", "schedule"},
+    {"layout", "numa", "devices", "kernels", "_durable", "_safetensors", "_side_files", "schedule"},
     {"models", "losses", "optimizers", "datasets", "loggers", "machine", "machines", "hub"},
     {"store", "model_files", "model_spec", "export"},
     {"engine", "checkpoint", "costs", "search", "planner"},

@@ -88,7 +88,7 @@ def assemble(config: PreTrainedConfig, device: Device, optimizer: Optimizer, set
         placed = _place(decoder, settings, compute, gradient)
         device.limit(budget)
         memory = DeviceMemory(budget)
-        store = _store(decoder, device, kernel, memory, placed)
+        store = _store(decoder, device, kernel, optimizer, memory, placed)
         undo.callback(store.close)
         chunk = _chunk_tokens(settings.loss_chunk_tokens, config, budget or device.total_memory)
         token_loss = compiled_token_loss(token_losses) if compiling else token_losses
@@ -164,9 +164,15 @@ def _place(decoder: Decoder, settings: Settings, compute: torch.dtype, gradient:
 
 
 def _store(
-    decoder: Decoder, device: Device, kernel: kernels.Kernel, memory: DeviceMemory, placed: EngineOptions
+    decoder: Decoder,
+    device: Device,
+    kernel: kernels.Kernel,
+    optimizer: Optimizer,
+    memory: DeviceMemory,
+    placed: EngineOptions,
 ) -> Store:
     take = partial(_resident, memory, device.torch_device)
+    touch = kernel.first_touch() if device.pins else None
     return Store(
         {unit.name: unit.layout for unit in decoder.units},
         placed.compute_dtype,
@@ -175,11 +181,17 @@ def _store(
         device.unregister,
         gradient_dtype=placed.gradient_dtype,
         on_device=dict.fromkeys(placed.states_resident, take),
+        first_touch=None if touch is None else partial(_first_touch, optimizer, touch),
     )
 
 
 def _resident(memory: DeviceMemory, where: torch.device, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return memory.allocate("resident state", numel, dtype, where)
+
+
+def _first_touch(optimizer: Optimizer, touch: kernels.DeviceKernel, slab: Slab) -> None:
+    """An update's own calls say which worker will meet which elements."""
+    optimizer.update(touch, slab, slab.gradient, lr=0.0, step=1, scale=1.0)
 
 
 def _modes(decoder: Decoder, activations: Any) -> dict[str, Mode]:

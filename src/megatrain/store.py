@@ -82,9 +82,13 @@ class Store:
         unregister: Callable[[torch.Tensor], None],
         gradient_dtype: torch.dtype,
         on_device: Mapping[str, Take] | None = None,
+        first_touch: Callable[[Slab], None] | None = None,
     ) -> None:
-        """``on_device`` names the units whose state lives on the device, and where each takes its memory."""
-        self._kernel, self._unregister = kernel, unregister
+        """``on_device`` names the units whose state lives on the device, and where each takes its memory.
+
+        ``first_touch`` gets every other slab before it is registered: who touches a page first decides where it lies.
+        """
+        self._kernel, self._unregister, self._first_touch = kernel, unregister, first_touch
         self._arenas: list[Arena] = []
         self._register = register
         self._results: Arena | None = None
@@ -107,9 +111,14 @@ class Store:
         for unit, layout in layouts.items():
             take = on_device.get(unit)
             if take is None:
-                arena = self.arena(Slab.nbytes(layout, compute_dtype, gradient_dtype), f"training state of {unit}")
-                take = arena.take
-            self._slabs[unit] = Slab(layout, take, compute_dtype, gradient_dtype)
+                arena = Arena(Slab.nbytes(layout, compute_dtype, gradient_dtype), f"training state of {unit}")
+                slab = Slab(layout, arena.take, compute_dtype, gradient_dtype)
+                if self._first_touch is not None:
+                    self._first_touch(slab)
+                self._keep(arena)
+            else:
+                slab = Slab(layout, take, compute_dtype, gradient_dtype)
+            self._slabs[unit] = slab
             for parameter in layout.parameters:
                 self._home[parameter.name] = unit
         self._results = self.arena(PAGE, "results")
@@ -124,7 +133,9 @@ class Store:
 
     def arena(self, nbytes: int, label: str) -> Arena:
         """A new arena that the device can copy from and to fast."""
-        arena = Arena(nbytes, label)
+        return self._keep(Arena(nbytes, label))
+
+    def _keep(self, arena: Arena) -> Arena:
         self._register(arena.memory)
         self._arenas.append(arena)
         return arena

@@ -136,7 +136,7 @@ def test_library_of_another_version(copy: Path, right_bits: list[int], content: 
 
 
 WRONG_MODULE = """
-INTERFACE = 2
+INTERFACE = 3
 def instruction_sets(): return ["avx2"]
 def shutdown(): pass
 def split(*args): pass

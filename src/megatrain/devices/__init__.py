@@ -30,6 +30,8 @@ class Device(ABC):
     torch_device: torch.device
     poisons: bool
     """Whether released buffers are filled with NaN, so that a late reader is noticed."""
+    pins: bool
+    """Whether `register` pins memory, so that all its pages are present from then on."""
 
     @abstractmethod
     def update_kernel(self, host_kernel: Kernel) -> DeviceKernel:

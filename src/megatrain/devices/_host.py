@@ -20,6 +20,7 @@ class HostMemoryDevice(Device):
 
     torch_device = torch.device("cpu")
     poisons = True
+    pins = False
 
     def update_kernel(self, host_kernel: Kernel) -> DeviceKernel:
         return HostResidentKernel(host_kernel)

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from megatrain import numa
 from megatrain.layout import PAGE, ranges
 
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
@@ -20,15 +21,20 @@ def ask_huge_pages(memory: torch.Tensor) -> None:
     _advise(memory.data_ptr(), memory.numel(), _MADV_HUGEPAGE)
 
 
-def populate(memory: torch.Tensor) -> None:
-    """Touch every page, on all allowed cores: pinning would do it on one, and pages lie near who touches them."""
+def populate(memory: torch.Tensor, near: numa.Node | None) -> None:
+    """Touch every page, on all allowed cores: pinning would do it on one. Pages that are new lie ``near`` a node."""
 
     def touch(piece: tuple[int, int]) -> None:
         start, end = piece
         if not _advise(memory.data_ptr() + start, end - start, _MADV_POPULATE_WRITE):  # before Linux 5.14
             memory[start:end:PAGE] = 0
 
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    def settle() -> None:
+        if near is not None:
+            numa.bind(near.cores)
+
+    threads = len(os.sched_getaffinity(0) if near is None else near.cores)
+    with ThreadPoolExecutor(threads, initializer=settle) as pool:
         list(pool.map(touch, ranges(memory.numel(), _PIECE)))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from megatrain import numa
 from megatrain.errors import LaneError
 
 Ticket = tuple[str, int]
@@ -36,8 +37,10 @@ class ThreadLanes:
         lanes: Sequence[str],
         perform: Callable[[Ticket, Callable[[], None]], None],
         await_other: Callable[[str, Ticket], None],
+        near: numa.Node | None = None,
     ) -> None:
-        self._perform, self._await_other = perform, await_other
+        """``near``: the node whose cores the threads keep to."""
+        self._perform, self._await_other, self._near = perform, await_other, near
         self._condition = threading.Condition()
         self._queues: dict[str, deque[Job]] = {lane: deque() for lane in lanes}
         self._done: dict[str, int] = dict.fromkeys(lanes, 0)
@@ -89,6 +92,8 @@ class ThreadLanes:
             thread.join()
 
     def _work(self, lane: str) -> None:
+        if self._near is not None:
+            numa.bind(self._near.cores)
         queue = self._queues[lane]
         while True:
             with self._condition:

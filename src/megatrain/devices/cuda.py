@@ -12,10 +12,12 @@ import statistics
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatrain import numa
 from megatrain.devices import LANES, Device, Ticket
 from megatrain.devices._pages import populate
 from megatrain.devices._threads import ThreadLanes
@@ -37,6 +39,7 @@ class CudaDevice(Device):
 
     name = "cuda"
     poisons = False
+    pins = True
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
@@ -52,7 +55,8 @@ class CudaDevice(Device):
         self._starts: list[int] = []
         self._pieces: dict[int, int] = {}
         self._warned = False
-        self._lanes = ThreadLanes(LANES, perform=self._perform, await_other=self._await_other)
+        self._near = nearest_node(self.torch_device)
+        self._lanes = ThreadLanes(LANES, perform=self._perform, await_other=self._await_other, near=self._near)
 
     def update_kernel(self, host_kernel: Kernel) -> DeviceKernel:
         from megatrain.kernels.triton import TritonKernel  # triton comes with CUDA builds of torch only
@@ -89,7 +93,7 @@ class CudaDevice(Device):
 
     def register(self, memory: torch.Tensor) -> None:
         cudart = torch.cuda.cudart()
-        populate(memory)
+        populate(memory, self._near)
         for start, end in ranges(memory.numel(), REGISTER_PIECE):
             address = memory.data_ptr() + start
             code = int(cudart.cudaHostRegister(address, end - start, 0))
@@ -206,6 +210,24 @@ class CudaDevice(Device):
             self._streams[lane].wait_event(event)
         else:
             event.synchronize()
+
+
+def nearest_node(device: torch.device, root: Path = numa.SYS) -> numa.Node | None:
+    """The NUMA node that a GPU is attached to, None where there is no choice of nodes.
+
+    By bus address, which the driver gives for the device that is meant: numbers count only the visible ones.
+    """
+    among = numa.nodes(root)
+    if not among:
+        return None
+    gpu = torch.cuda.get_device_properties(device)
+    address = numa.pci_address(gpu.pci_domain_id, gpu.pci_bus_id, gpu.pci_device_id)  # type: ignore[attr-defined]
+    node = numa.nearest(address, among, root)
+    if node is None:
+        _log.info("NUMA: GPU %s is on none of the %d nodes: its lanes are not bound", address, len(among))
+    else:
+        _log.info("NUMA: lanes and staging of GPU %s keep to node %d, %d cores", address, node.number, len(node.cores))
+    return node
 
 
 def _flat(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:

@@ -111,6 +111,11 @@ class Kernel(Protocol):
     def join(self, head: Tensor, tail: Tensor, master: Tensor) -> None:
         """Write the value of ``head`` and ``tail`` to ``master`` [n] float32; undoes ``split`` exactly."""
 
+    def first_touch(self) -> DeviceKernel | None:
+        """A kernel whose ``adamw`` changes nothing and makes the pages of its buffers present near the cores that will
+        update them, where they are not present yet. None where all memory is equally near.
+        """
+
 
 class DeviceKernel(Protocol):
     """The same update for state that lives on the device; asynchronous, and blind to the result of the step."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import importlib
 import importlib.util
+import logging
 import os
 import struct
 from functools import cache
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Unpack
 
+from megatrain import numa
 from megatrain.kernels._adamw import (
     AdamWSettings,
     adamw_correction,
@@ -32,10 +34,14 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+    from megatrain.kernels import DeviceKernel
+
     Buffer = Tensor | np.ndarray[Any, Any]
 
+_log = logging.getLogger(__name__)
+
 _EXTENSION = "megatrain.kernels._native"
-_INTERFACE = 2
+_INTERFACE = 3
 _HOW_TO_BUILD = (
     "to build it, install a C++17 compiler and Python headers, reinstall MegaTrain with `pip install -v`, "
     "or run `make native` in a checkout"
@@ -60,6 +66,11 @@ class NativeKernel:
         self._threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.reason = f"C++, {self.isa}, {self._threads} threads"
         _self_test(self)
+        self._nodes = numa.nodes()
+        self._native.bind_workers([list(node.cores) for node in numa.deal(self._nodes)])
+        if self._nodes:
+            self.reason += f" on {len(self._nodes)} NUMA nodes"
+            _log.info("NUMA: optimizer: %s, each near its share of the training state", self.reason)
 
     @property
     def threads(self) -> int:
@@ -138,6 +149,9 @@ class NativeKernel:
         at_master, at_head, at_tail = _split_addresses(master, head, tail)
         self._native.join(self.isa, self._threads, length, at_head, at_tail, at_master)
 
+    def first_touch(self) -> DeviceKernel | None:
+        return _FirstTouch(self._native, self._threads) if self._nodes else None
+
     def _state(
         self, head: Buffer, tail: Buffer | None, exp_avg: Buffer, exp_avg_sq: Buffer, grad: Buffer
     ) -> tuple[str, int, int, tuple[int, ...], bool]:
@@ -154,6 +168,28 @@ class NativeKernel:
         )
         is_bfloat16 = dtype_name("grad", grad, "bfloat16", "float32") == "bfloat16"
         return self.isa, self._threads, common_length(**buffers), addresses, is_bfloat16
+
+
+class _FirstTouch:
+    """See ``Kernel.first_touch``."""
+
+    def __init__(self, native: ModuleType, threads: int) -> None:
+        self._native, self._threads = native, threads
+
+    def adamw(
+        self,
+        head: Tensor,
+        tail: Tensor | None,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        grad: Tensor,
+        *,
+        grad_scale: Tensor,
+        **settings: Unpack[AdamWSettings],
+    ) -> None:
+        buffers = [buffer for buffer in (head, tail, exp_avg, exp_avg_sq, grad) if buffer is not None]
+        sections = [(buffer.data_ptr(), buffer.element_size()) for buffer in buffers]
+        self._native.touch(self._threads, head.numel(), sections)
 
 
 @cache

@@ -134,6 +134,9 @@ class ReferenceKernel:
         for part in _blocks(common_length(head=head, tail=tail, master=master)):
             master[part].copy_(_joined(head[part], tail[part]))
 
+    def first_touch(self) -> None:
+        """torch's threads are bound to no cores."""
+
 
 class _States(NamedTuple):
     """The buffers of a call or of a part of it."""

@@ -2,11 +2,13 @@
 // neither torch nor NumPy is needed to build or to load this.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <array>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels.h"
@@ -18,7 +20,7 @@ namespace megatrain {
 namespace {
 
 // Raised with every change of a signature or of the arithmetic; native.py refuses a build of another number.
-constexpr int kInterface = 2;
+constexpr int kInterface = 3;
 
 const std::vector<const Kernels*>& all_kernels() {
     static const std::vector<const Kernels*> kernels = {
@@ -93,6 +95,16 @@ void resolve(const std::string& isa, int threads, std::int64_t n, const Addresse
     });
 }
 
+// Touches what a kernel call on n elements would work on, by the same workers. Sections: (address, bytes an element).
+void touch(int threads, std::int64_t n, const std::vector<std::pair<std::uintptr_t, std::int64_t>>& sections) {
+    const nb::gil_scoped_release no_gil;
+    parallel_ranges(n, threads, [&](std::int64_t begin, std::int64_t end) {
+        for (const auto& [address, size] : sections) {
+            touch_pages(pointer<char>(address) + begin * size, pointer<char>(address) + end * size);
+        }
+    });
+}
+
 void split(const std::string& isa, int threads, std::int64_t n, std::uintptr_t master, std::uintptr_t head,
            std::uintptr_t tail) {
     const Kernels& kernels = kernels_named(isa);
@@ -121,6 +133,9 @@ NB_MODULE(_native, m) {
     m.attr("INTERFACE") = megatrain::kInterface;
     m.def("instruction_sets", &megatrain::instruction_sets, "Those that this processor runs, widest first.");
     m.def("last_thread_ids", &megatrain::last_thread_ids, "Ids of the threads that worked in the last call.");
+    m.def("bind_workers", &megatrain::bind_workers, "sets"_a, nb::call_guard<nb::gil_scoped_release>(),
+          "Keep worker i on the cores of sets[i % len(sets)]; without sets, on all that the process was given.");
+    m.def("touch", &megatrain::touch, "threads"_a, "n"_a, "sections"_a);
     m.def("shutdown", &megatrain::shutdown_pool, nb::call_guard<nb::gil_scoped_release>(), "Join the worker threads.");
     m.def("adamw", &megatrain::adamw, "isa"_a, "threads"_a, "n"_a, "at"_a, "grad_is_bfloat16"_a, "scalars"_a);
     m.def("speculate", &megatrain::speculate, "isa"_a, "threads"_a, "n"_a, "at"_a, "grad_is_bfloat16"_a, "scalars"_a,

@@ -8,12 +8,14 @@
 #include <condition_variable>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 #include <pthread.h>
+#include <unistd.h>
 #if defined(__linux__)
 #include <sched.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
 namespace megatrain {
@@ -64,11 +66,15 @@ public:
 
     int ranges() const { return static_cast<int>(homes_.size()); }
 
-    // Works until no piece is left, first in the worker's own range; returns whether it got any.
-    bool work_as(int worker) {
+    // Works until no piece is left, first in the worker's own range, then in those of workers that it helps; returns
+    // whether it got any.
+    template <class Helps>
+    bool work_as(int worker, Helps helps) {
         bool worked = false;
         for (int i = 0; i < ranges(); ++i) {
-            Home& home = homes_[static_cast<std::size_t>((worker + i) % ranges())];
+            const int owner = (worker + i) % ranges();
+            if (!helps(owner)) continue;
+            Home& home = homes_[static_cast<std::size_t>(owner)];
             for (;;) {
                 const std::int64_t begin = home.next.fetch_add(kPiece, std::memory_order_relaxed);
                 if (begin >= home.end) break;
@@ -107,7 +113,7 @@ public:
         const std::lock_guard<std::mutex> one_call(call_);
         if (job.ranges() == 1) {
             const DefaultFloatingPoint ieee;
-            job.work_as(0);
+            job.work_as(0, [](int) { return true; });
             thread_ids_ = {thread_id()};
             return;
         }
@@ -127,8 +133,20 @@ public:
         return thread_ids_;
     }
 
+    void bind(std::vector<std::vector<int>> sets) {
+        const std::lock_guard<std::mutex> one_call(call_);
+        if (sets == sets_) return;
+        stop();
+        sets_ = std::move(sets);
+    }
+
     void shutdown() {
         const std::lock_guard<std::mutex> one_call(call_);
+        stop();
+    }
+
+private:
+    void stop() {
         {
             const std::lock_guard<std::mutex> lock(mutex_);
             stopping_ = true;
@@ -139,7 +157,6 @@ public:
         stopping_ = false;
     }
 
-private:
     void start(int wanted) {
         while (static_cast<int>(workers_.size()) < wanted) {
             const int index = static_cast<int>(workers_.size());
@@ -147,12 +164,25 @@ private:
         }
     }
 
-    void serve(int index, std::uint64_t seen) {
+    const std::vector<int>& set_of(int worker) const { return sets_[static_cast<std::size_t>(worker) % sets_.size()]; }
+
+    // The starting thread may have been bound to one core since (OpenMP does that). A refusal leaves the inherited
+    // cores, which are valid too.
+    void settle(int index) const {
 #if defined(__linux__)
-        // The starting thread may have been bound to one core since (OpenMP does that); the workers may use all of
-        // those that the process was given. A refusal leaves the inherited set, which is valid too.
-        if (has_affinity_) sched_setaffinity(0, sizeof affinity_, &affinity_);
+        cpu_set_t cores = affinity_;
+        if (!sets_.empty()) {
+            CPU_ZERO(&cores);
+            for (const int core : set_of(index)) CPU_SET(core, &cores);
+        }
+        if (has_affinity_ || !sets_.empty()) sched_setaffinity(0, sizeof cores, &cores);
+#else
+        static_cast<void>(index);
 #endif
+    }
+
+    void serve(int index, std::uint64_t seen) {
+        settle(index);
         const DefaultFloatingPoint ieee;
         std::unique_lock<std::mutex> lock(mutex_);
         for (;;) {
@@ -163,7 +193,8 @@ private:
             Job& job = *job_;
             ++working_;
             lock.unlock();
-            const bool worked = job.work_as(index);
+            const bool worked =
+                job.work_as(index, [&](int owner) { return sets_.empty() || set_of(owner) == set_of(index); });
             lock.lock();
             if (worked) thread_ids_.push_back(thread_id());
             if (--working_ == 0) done_.notify_one();
@@ -174,13 +205,14 @@ private:
     std::mutex mutex_;
     std::condition_variable wake_, done_;
     std::vector<std::thread> workers_;
+    std::vector<std::vector<int>> sets_;  // changes only while there are no workers
     std::vector<long> thread_ids_;
     Job* job_ = nullptr;
     int working_ = 0;  // workers that are in the job
     std::uint64_t generation_ = 0;
     bool stopping_ = false;
 #if defined(__linux__)
-    cpu_set_t affinity_;
+    cpu_set_t affinity_{};
     bool has_affinity_ = false;
 #endif
 };
@@ -211,6 +243,19 @@ void parallel_ranges(std::int64_t n, int threads, const std::function<void(std::
     const std::int64_t wanted = std::min<std::int64_t>(threads, (n + kLeastRange - 1) / kLeastRange);
     Job job(n, (Job::blocks_of(n) + wanted - 1) / wanted, work);
     pool().run(job);
+}
+
+void bind_workers(std::vector<std::vector<int>> sets) { pool().bind(std::move(sets)); }
+
+void touch_pages(char* begin, char* end) {
+    const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+#if defined(__linux__)
+    constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, since Linux 5.14
+    const std::uintptr_t first = reinterpret_cast<std::uintptr_t>(begin) / page * page;
+    const std::uintptr_t length = reinterpret_cast<std::uintptr_t>(end) - first;
+    if (madvise(reinterpret_cast<void*>(first), length, kPopulateWrite) == 0) return;
+#endif
+    for (volatile char* at = begin; at < end; at += page) *at = *at;
 }
 
 std::vector<long> last_thread_ids() { return pool().thread_ids(); }
