@@ -304,7 +304,8 @@ class Model:
         their kind in the trace. Raises `UserError` when the trace holds fewer than two steps.
         """
         if not trace.steps:
-            raise UserError(f"predict: {len(trace.shapes)} steps were recorded; a steady one needs at least two")
+            number = f"{len(trace.shapes)} step{'s were' if len(trace.shapes) != 1 else ' was'}"
+            raise UserError(f"predict: {number} recorded; a steady one needs at least two")
         self._settle()
         self._gradients_kept = False
         return self._engine.predict(trace)

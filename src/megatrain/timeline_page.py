@@ -92,7 +92,7 @@ th {{ color: #777; }}
 def told(why: str) -> str:
     """A `Stall.why` in words."""
     if why in (HOST, DONE):
-        return {HOST: "operations being submitted and started", DONE: "nothing left to do in this step"}[why]
+        return {HOST: "operations being submitted and started", DONE: "nothing more before the step ends"}[why]
     return KINDS[why.split()[1]][1].partition(",")[0]
 
 

@@ -13,7 +13,7 @@ HOST = "host"
 """Nothing that an operation waits for is running: what is left is submitting, starting and noticing."""
 
 DONE = "end of step"
-"""A lane has no more work in this step."""
+"""A lane starts nothing more before the step ends."""
 
 
 @dataclass(frozen=True, slots=True)
