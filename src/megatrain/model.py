@@ -304,8 +304,9 @@ class Model:
         their kind in the trace. Raises `UserError` when the trace holds fewer than two steps.
         """
         if not trace.steps:
-            number = f"{len(trace.shapes)} step{'s were' if len(trace.shapes) != 1 else ' was'}"
-            raise UserError(f"predict: {number} recorded; a steady one needs at least two")
+            number = len(trace.micro_batches)
+            recorded = f"{number} step{'s were' if number != 1 else ' was'} recorded"
+            raise UserError(f"predict: {recorded}; a steady one needs at least two")
         self._settle()
         self._gradients_kept = False
         return self._engine.predict(trace)

@@ -102,7 +102,7 @@ def test_only_training_steps_inside_the_block_are_recorded(model: Model) -> None
     model.step(rows(1))
     assert [timed.op.kind for timed in trace.ops].count("PUBLISH") == 2
     assert "SCORE" not in {timed.op.kind for timed in trace.ops}
-    assert sorted(trace.shapes) == [1, 2]
+    assert sorted(trace.micro_batches) == [1, 2]
 
 
 def test_a_trace_ends_with_its_block(model: Model) -> None:
@@ -126,7 +126,8 @@ def test_a_prediction_takes_arithmetic_alone_and_the_rest_from_the_trace(
     predicted = model.predict(trace)
     arithmetic = [t for t in predicted.ops if t.op.lane == "compute" and t.op.unit]
     # The embedding's backward is timed together with its forward, which is taken off.
-    expected = {"FORWARD": 2.0, "LOSS": 2.0, "BACKWARD": 2.0}
+    # 15 of a row's 16 tokens are targets.
+    expected = {"FORWARD": 2.0, "LOSS": 2.0 * 15 / 16, "BACKWARD": 2.0}
     assert [t.end - t.start for t in arithmetic] == pytest.approx(
         [0.0 if (t.op.kind, t.op.unit) == ("BACKWARD", "embedding") else expected[t.op.kind] for t in arithmetic]
     )
@@ -137,7 +138,7 @@ def test_a_prediction_takes_arithmetic_alone_and_the_rest_from_the_trace(
     drains = [t.end - t.start for t in trace.ops if t.op.kind == "DRAIN" and t.op.unit.startswith("layers.")]
     simulated = [t.end - t.start for t in predicted.ops if t.op.kind == "DRAIN" and t.op.unit.startswith("layers.")]
     assert simulated == pytest.approx([statistics.median(drains)] * 4)
-    assert predicted.seconds >= 2.0 * 2 * (5 + 1 + 4)
+    assert predicted.seconds >= 2.0 * 2 * (5 + 15 / 16 + 4)
 
 
 def test_a_prediction_needs_a_steady_step(model: Model) -> None:

@@ -20,7 +20,7 @@ from megatrain.engine.program import Buffer, Builder, Op, Policy, UnitSpec
 from megatrain.engine.schedule import WaitTracker
 from megatrain.engine.simulate import Timeline, Waiting, simulate
 from megatrain.engine.template import Templates
-from megatrain.engine.trace import Trace
+from megatrain.engine.trace import MicroBatch, Trace
 from megatrain.engine.workspace import Need, Shape, Workspaces
 from megatrain.errors import UserError
 from megatrain.kernels import Kernel
@@ -108,7 +108,7 @@ class Engine:
         self.admit(shapes, training=True)
         ops = self._builder.training_step(len(shapes), speculative=run.speculative)
         if self.trace is not None:
-            self.trace.shapes[run.step] = shapes
+            self.trace.micro_batches[run.step] = [MicroBatch.of(batch) for batch in run.batches]
         need = self._boundary_need(ops, shapes)
         if not self._boundaries.is_ready(need):
             self._boundaries.make_room(need)
@@ -200,14 +200,18 @@ class Engine:
         return sum(seconds(op) for op in builder.training_step(micro_batches) if _is_arithmetic(op))
 
     def predict(self, trace: Trace) -> Timeline:
-        """The last step of a trace, simulated: its arithmetic takes what it takes alone, measured now, and everything
-        else its typical time in the trace."""
-        alone = {shape: self._time_alone(shape) for shapes in trace.shapes.values() for shape in shapes}
+        """The last step of a trace, simulated: its arithmetic takes what it takes alone, measured now (the loss in
+        proportion to its targets), and everything else its typical time in the trace."""
+        shapes = {micro_batch.shape for step in trace.micro_batches.values() for micro_batch in step}
+        alone = {shape: self._time_alone(shape) for shape in shapes}
         typical = trace.typical_seconds({unit.name: unit.structure for unit in self._units})
 
         def seconds(waiting: Waiting) -> float:
             op = waiting.op
-            return alone[trace.shapes[waiting.step][op.micro]](op) if _is_arithmetic(op) else typical(op)
+            if not _is_arithmetic(op):
+                return typical(op)
+            micro_batch = trace.micro_batches[waiting.step][op.micro]
+            return alone[micro_batch.shape](op) * (micro_batch.targets if op.kind == "LOSS" else 1)
 
         program = [timed.waiting for timed in trace.ops]
         costs = {id(waiting.op): seconds(waiting) for waiting in program}

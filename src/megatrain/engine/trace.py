@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from megatrain.devices import Device, Mark
+from megatrain.engine.batches import HostBatch
 from megatrain.engine.program import Op
 from megatrain.engine.simulate import Timed, Timeline, Waiting, steady_steps
 from megatrain.engine.workspace import Shape
@@ -19,14 +20,27 @@ class _Marked:
     end: Mark | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What the time of a micro-batch depends on; ``targets``: the share of its tokens that the loss is taken on."""
+
+    shape: Shape
+    targets: float
+
+    @staticmethod
+    def of(batch: HostBatch) -> MicroBatch:
+        """Of a micro-batch."""
+        return MicroBatch(Shape.of(batch), batch.targets.numel() / batch.input_ids.numel())
+
+
 class Trace:
     """Steps of a model as its lanes ran them; complete when `Model.trace` has ended."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._marked: list[_Marked] = []
-        self.shapes: dict[int, list[Shape]] = {}
-        """Of the micro-batches of each step."""
+        self.micro_batches: dict[int, list[MicroBatch]] = {}
+        """Of each step, by its number."""
         self.ops: tuple[Timed, ...] = ()
         """Every operation of every step, in order of submission, in seconds since the first one began."""
 
