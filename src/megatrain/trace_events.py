@@ -15,26 +15,25 @@ def trace_events(processes: Sequence[tuple[str, Sequence[Timed]]]) -> dict[str, 
     """The trace event format, as JSON data: a process for each name, a thread for each lane, a slice for each
     operation, and an arrow from what an operation waited for to it.
 
-    Times begin at the first operation of each process.
+    All processes are on one time axis, that of their operations.
     """
     events: list[dict[str, Any]] = []
     for process, (name, ops) in enumerate(processes, 1):
         events += _names(process, name)
-        begin = min((timed.start for timed in ops), default=0.0)
         known = {timed.waiting.ticket: timed for timed in ops}
         for timed in ops:
             where = {"pid": process, "tid": _THREAD[timed.op.lane]}
             waits = [known[ticket] for ticket in timed.waiting.waits if ticket in known]
-            events.append({**where, **_slice(timed, waits, begin)})
+            events.append({**where, **_slice(timed, waits)})
             for other in waits:
                 arrow = {"name": "wait", "cat": "wait", "id": len(events)}
                 source = {
                     "pid": process,
                     "tid": _THREAD[other.op.lane],
-                    "ts": _micro((other.start + other.end) / 2 - begin),
+                    "ts": _micro((other.start + other.end) / 2),
                 }
                 events.append({**arrow, **source, "ph": "s"})
-                events.append({**arrow, **where, "ph": "f", "bp": "e", "ts": _micro(timed.start - begin)})
+                events.append({**arrow, **where, "ph": "f", "bp": "e", "ts": _micro(timed.start)})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -47,7 +46,7 @@ def _names(process: int, name: str) -> Iterator[dict[str, Any]]:
         yield {**where, "name": "thread_sort_index", "args": {"sort_index": thread}}
 
 
-def _slice(timed: Timed, waits: Sequence[Timed], begin: float) -> dict[str, Any]:
+def _slice(timed: Timed, waits: Sequence[Timed]) -> dict[str, Any]:
     op = timed.op
     args: dict[str, Any] = {"lane": op.lane, "kind": op.kind, "unit": op.unit, "step": timed.waiting.step}
     if op.micro >= 0:
@@ -56,7 +55,7 @@ def _slice(timed: Timed, waits: Sequence[Timed], begin: float) -> dict[str, Any]
         "ph": "X",
         "name": str(op),
         "cat": KINDS[op.kind][1],
-        "ts": _micro(timed.start - begin),
+        "ts": _micro(timed.start),
         "dur": _micro(timed.end - timed.start),
         "args": {**args, "waits": [str(other.op) for other in waits]},
     }

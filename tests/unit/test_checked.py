@@ -30,6 +30,16 @@ def run_config(placement: dict[str, Any], compute: dict[str, Any]) -> RunConfig:
     )
 
 
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """A model whose head is tied, or not."""
+    made = {tied: tmp_path_factory.mktemp("models") / f"tied-{tied}" for tied in (False, True)}
+    for tied, folder in made.items():
+        with Model.from_config(tiny_config(tie_word_embeddings=tied), device="cpu") as source:
+            source.save_pretrained(folder)
+    return made
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
@@ -45,13 +55,16 @@ def run_config(placement: dict[str, Any], compute: dict[str, Any]) -> RunConfig:
     ],
 )
 def test_planned_is_allocated(
-    tmp_path: Path, tied: bool, dtype: str, placement: dict[str, Any], compute: dict[str, Any]
+    folders: dict[bool, Path],
+    one_thread: None,
+    tied: bool,
+    dtype: str,
+    placement: dict[str, Any],
+    compute: dict[str, Any],
 ) -> None:
     config = run_config(placement, compute)
-    with Model.from_config(tiny_config(tie_word_embeddings=tied), device="cpu", compute_dtype="float32") as source:
-        source.save_pretrained(tmp_path / "model")
-    spec = load_model_spec(str(tmp_path / "model"))
-    with open_model(config, tmp_path / "model", dtype, lambda *_: None) as model:
+    spec = load_model_spec(str(folders[tied]))
+    with open_model(config, folders[tied], dtype, lambda *_: None) as model:
         planned = planned_memory(spec, config, dtype, LARGEST)
         assert list(mismatches(planned, model.memory)) == []
         for step in random_batches(320, steps=2, micros=2, tokens=32):

@@ -52,7 +52,10 @@ def test_a_run_draws_its_steps(folder: Path) -> None:
     fetches = {key: n for key, n in steps[0].items() if key[0] == "FETCH"}
     assert sum(fetches.values()) == 6 + 3, "with one slot all layers but the last are fetched twice"
     assert {n for key, n in steps[0].items() if key[0] != "FETCH"} == {1}
-    assert {e["args"]["step"] for e in slices} == {2, 3, 4}
+    assert {op["step"] for op in ops} == {2, 3, 4}
+
+    before = [e["ts"] + e["dur"] for e in slices if e["args"]["kind"] == "PUBLISH"][-2]
+    assert min(e["ts"] for e in events if e["ph"] == "X" and e["pid"] == 1) == pytest.approx(before, abs=0.01)
 
 
 def test_each_run_ends_with_what_was_predicted(folder: Path) -> None:
