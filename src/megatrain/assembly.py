@@ -17,7 +17,7 @@ from megatrain.config import parse_bytes
 from megatrain.devices import Device
 from megatrain.engine.buffers import DeviceMemory
 from megatrain.engine.executor import Engine, EngineOptions
-from megatrain.engine.placement import Placement, resident_units
+from megatrain.engine.placement import Placement, last_units, resident_units
 from megatrain.engine.template import Templates
 from megatrain.errors import UserError
 from megatrain.losses.cross_entropy import token_losses
@@ -45,6 +45,7 @@ class Settings:
     device_memory: str | int | None
     host_memory: str | int | None
     activations: str | Sequence[str]
+    speculated: Placement
     boundaries: str
     boundary_every: int
     order: str
@@ -149,6 +150,7 @@ def _place(decoder: Decoder, settings: Settings, compute: torch.dtype, gradient:
     return EngineOptions(
         slots=settings.slots,
         activations_kept=_kept(decoder, settings.activations),
+        speculated=last_units("optim.speculated", settings.speculated, sizes),
         compute_dtype=compute,
         gradient_dtype=gradient,
         weights_resident=weights,
@@ -181,7 +183,7 @@ def _resident(memory: DeviceMemory, where: torch.device, numel: int, dtype: torc
 
 def _kept(decoder: Decoder, activations: Any) -> frozenset[str]:
     """Layers whose activations are kept; a share takes the last ones, whose backward comes first."""
-    layers = {unit.name: 1 for unit in reversed(decoder.units) if unit.structure >= 0}
+    layers = {unit.name: 1 for unit in decoder.units if unit.structure >= 0}
     if activations in ("recompute", "keep"):
         return frozenset(layers if activations == "keep" else ())
     share = isinstance(activations, str) and activations.rstrip().endswith("%")
@@ -190,7 +192,7 @@ def _kept(decoder: Decoder, activations: Any) -> frozenset[str]:
             f"compute.activations: {activations!r} is unknown; choose recompute, keep, a share such as 30%, or a list"
             " of layers"
         )
-    return resident_units("compute.activations", activations, layers)
+    return last_units("compute.activations", activations, layers)
 
 
 def _chunk_tokens(asked: int | None, config: PreTrainedConfig, device_memory: int) -> int:

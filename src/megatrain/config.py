@@ -134,6 +134,11 @@ class OptimConfig:
         "`auto` does the latter while steps are rarely clipped.",
         "auto",
     )
+    speculated: str = option(
+        "Share of the model that a speculative step updates early, from its end: less than all is faster where updates "
+        "take longer than backward.",
+        "100%",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,6 +57,7 @@ class Model:
         compute_dtype: str | None = None,
         max_grad_norm: float | None = 1.0,
         clipping: str = "auto",
+        speculated: Placement = 1.0,
         slots: int = 2,
         device_memory: str | int | None = None,
         host_memory: str | int | None = None,
@@ -80,13 +81,15 @@ class Model:
         (default: bfloat16 on CUDA, float32 elsewhere); masters and moments are FP32 always. ``clipping`` is
         ``"deferred"`` (updates wait for the gradient norm), ``"speculative"`` (they do not, and are corrected where the
         norm exceeds ``max_grad_norm``; see `Kernel.adamw_resolve` for how closely) or ``"auto"``: speculative while at
-        most 2 of the last 16 steps were clipped, or without a limit. ``slots`` is the number of
-        layers that the device holds at a time. ``device_memory`` and ``host_memory`` are limits such as ``"400MiB"``;
-        what does not fit raises `UserError` before anything runs. ``activations`` is ``"recompute"``, ``"keep"``,
-        a share of the layers to keep (``"30%"``, the last ones), or their names. ``boundaries="host"`` moves the inputs
-        of layers to host memory until backward; ``boundary_every=k`` keeps only every k-th, and computes the others
-        again; ``order="micro_batch"`` takes a micro-batch through the whole model before the next one, for which all
-        weights must be on the device.
+        most 2 of the last 16 steps were clipped, or without a limit. ``speculated`` says which units a speculative step
+        updates early: bytes or a share from the end of the network, whose gradients come first, or names. Where updates
+        take longer than backward, a part is faster: the next forward then starts while the other units, which it needs
+        later, are updated. ``slots`` is the number of layers that the device holds at a time. ``device_memory`` and
+        ``host_memory`` are limits such as ``"400MiB"``; what does not fit raises `UserError` before anything runs.
+        ``activations`` is ``"recompute"``, ``"keep"``, a share of the layers to keep (``"30%"``, the last ones), or
+        their names. ``boundaries="host"`` moves the inputs of layers to host memory until backward;
+        ``boundary_every=k`` keeps only every k-th, and computes the others again; ``order="micro_batch"`` takes a
+        micro-batch through the whole model before the next one, for which all weights must be on the device.
         ``gradient_dtype`` is what gradients leave the device in, by default the compute dtype. ``seed`` is the seed of
         dropout. ``loss_chunk_tokens`` bounds the tokens whose logits exist at once. ``compile`` compiles the layers
         with torch.compile (default: on CUDA); results then differ in rounding. ``weights_on_device`` and
@@ -119,6 +122,7 @@ class Model:
                 device_memory=device_memory,
                 host_memory=host_memory,
                 activations=activations,
+                speculated=speculated,
                 boundaries=boundaries,
                 boundary_every=boundary_every,
                 order=order,

@@ -127,6 +127,7 @@ def open_model(config: RunConfig, folder: Path, dtype: str | None, progress: Pro
         compute_dtype=dtype,
         max_grad_norm=o.max_grad_norm,
         clipping=o.clipping,
+        speculated=o.speculated,
         slots=p.slots,
         weights_on_device=p.weights,
         states_on_device=p.states,

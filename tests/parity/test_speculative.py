@@ -67,7 +67,16 @@ def assert_close(found: Model, expected: Model, masters: Moments, wanted: Moment
 
 @pytest.mark.parametrize("variance", [1.0, 0.0])
 @pytest.mark.parametrize("limit", [None, 1e3])
-@pytest.mark.parametrize("options", [{}, {"tied": True, "compute_dtype": "bfloat16"}, {"states_on_device": ["head"]}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"tied": True, "compute_dtype": "bfloat16"},
+        {"states_on_device": ["head"]},
+        {"speculated": "50%"},
+        {"speculated": ["layers.1"], "tied": True},
+    ],
+)
 def test_without_a_correction_it_is_bitwise(options: dict[str, Any], limit: float | None, variance: float) -> None:
     with (
         open_model("deferred", limit, variance, **options) as deferred,

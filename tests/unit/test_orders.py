@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,16 @@ def specs(layers: int, **changes: Any) -> list[UnitSpec]:
     inner = [UnitSpec(f"layers.{i}", 100, **changes) for i in range(layers)]
     edge = {"weights_resident": changes.get("weights_resident", False)}
     return [UnitSpec("embedding", 500, keeps=True, lookup=True, **edge), *inner, UnitSpec("head", 500, **edge)]
+
+
+def test_half_speculated_the_first_units_are_updated_first() -> None:
+    """The next forward needs them first; those that were updated in time have only a look left."""
+    units = [replace(unit, speculates=i >= 3) for i, unit in enumerate(specs(4))]
+    ops = [op for op in Builder(units, 2, Policy()).training_step(1, speculative=True) if op.lane == "optimizer"]
+    names = [unit.name for unit in units]
+    expected = [("SPECULATE", name) for name in reversed(names[3:])]
+    expected += [("UPDATE", name) for name in names[:3]] + [("RESOLVE", name) for name in names[3:]]
+    assert [(op.kind, op.unit) for op in ops] == expected
 
 
 def second_step(units: list[UnitSpec], micros: int, slots: int = 2, **policy: Any) -> list[Op]:

@@ -38,6 +38,7 @@ class EngineOptions:
     weights_resident: frozenset[str] = frozenset()
     states_resident: frozenset[str] = frozenset()
     activations_kept: frozenset[str] = frozenset()
+    speculated: frozenset[str]
     boundaries_on_host: bool = False
     boundary_every: int = 1
     micro_batch_major: bool = False
@@ -72,6 +73,7 @@ class Engine:
                 state_resident=unit.name in options.states_resident,
                 keeps=unit.cheap_graph or unit.name in options.activations_kept,
                 lookup=unit.cheap_graph,
+                speculates=unit.name in options.speculated,
             )
             for unit in self._units
         ]

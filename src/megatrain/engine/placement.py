@@ -43,6 +43,11 @@ def resident_units(field: str, placement: Placement, sizes: Mapping[str, int]) -
     return frozenset(chosen)
 
 
+def last_units(field: str, placement: Placement, sizes: Mapping[str, int]) -> frozenset[str]:
+    """As `resident_units`, but bytes and shares take units from the end of the network, whose backward comes first."""
+    return resident_units(field, placement, dict(reversed(list(sizes.items()))))
+
+
 def _some(names: Mapping[str, int]) -> str:
     listed = list(names)
     return ", ".join(listed if len(listed) <= 4 else [*listed[:2], "...", *listed[-2:]])

@@ -54,6 +54,8 @@ class UnitSpec:
     """Its activations are kept from forward to backward instead of being computed again."""
     lookup: bool = False
     """Its backward reads no weights: what it keeps is enough."""
+    speculates: bool = True
+    """In a speculative step it is updated as its gradient lands; otherwise it waits for the norm, as in any step."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -120,7 +122,7 @@ class Builder:
         """Forward, loss and backward through all units, then norm, and updates in forward order.
 
         Layer-major: all micro-batches pass through a unit before the next one; or micro-batch-major. A ``speculative``
-        one updates each unit on the host as its gradient lands, and corrects that at the end.
+        one updates units on the host as their gradients land, and corrects that at the end.
         """
         together = 1 if self.policy.micro_batch_major else micros
         self._begin(micros, training=True, speculative=speculative)
@@ -346,13 +348,17 @@ class Builder:
             return
         landed: Buffer = ("hostgrad", unit)
         self._add(Op(kind="DRAIN", lane="d2h", unit=unit, reads=(finished,), writes=(landed,), releases=(finished,)))
-        if self._speculative:
+        if self._speculates(unit):
             updated: tuple[Buffer, ...] = (("weights", unit), ("state", unit), ("waiting", unit))
             self._add(Op(kind="SPECULATE", lane="optimizer", unit=unit, reads=(landed,), writes=updated))
 
+    def _speculates(self, name: str) -> bool:
+        unit = self._named[name]
+        return self._speculative and unit.speculates and not unit.state_resident
+
     def _update(self, unit: UnitSpec) -> None:
         resident = unit.state_resident
-        waiting: tuple[Buffer, ...] = (("waiting", unit.name),) if self._speculative and not resident else ()
+        waiting: tuple[Buffer, ...] = (("waiting", unit.name),) if self._speculates(unit.name) else ()
         self._add(
             Op(
                 kind="RESOLVE" if waiting else "UPDATE",
