@@ -243,7 +243,11 @@ class _Loop:
         prepared = self._prepared
         rows, tokens, micro_batches = prepared.batches.largest
         step = f"{prepared.device} · a step is at most {micro_batches} x {rows} rows x {tokens:,} tokens"
-        lines = [model_line(prepared.name, self._model.num_parameters, prepared.dtype), step]
+        lines = [
+            model_line(prepared.name, self._model.num_parameters, prepared.dtype),
+            step,
+            "predicted: the same operations and waits, arithmetic as long as it takes by itself, the rest as measured",
+        ]
         try:
             files = self.recorded.write(f"{prepared.name}: the time of a step", lines)
         except OSError as error:
