@@ -33,7 +33,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 65536, 131072], help="tokens per step")
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--micro-batches", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=3, help="timed steps, after two that are not")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of a row")
+    parser.add_argument("--warm", type=int, default=2, help="steps before those")
     parser.add_argument("--max-grad-norm", type=float, default=1.0)
     parser.add_argument("--option", action="append", default=[], help="name=value of Model, as JSON where it parses")
     parser.add_argument(
@@ -41,7 +42,7 @@ def arguments() -> argparse.Namespace:
         type=float,
         help="start every exp_avg_sq here, as a run under way has it; at zero, speculation waits for the norm anyway",
     )
-    parser.add_argument("--clip-every", type=int, help="clip at 1.0 in every n-th step only")
+    parser.add_argument("--clip-every", type=int, help="then time the first row again with every n-th step clipped")
     parser.add_argument("--no-bound", action="store_true")
     parser.add_argument(
         "--breakdown",
@@ -85,13 +86,14 @@ def time_steps(
     model: Model, batches: list[list[dict[str, torch.Tensor]]], timed: int, clip_every: int | None
 ) -> tuple[list[float], int]:
     """Seconds of the last ``timed`` steps, each from the end of the step before to its own end; how many of them were
-    corrected after their norm was known."""
+    corrected after their norm was known. A step that is to be clipped is limited to half of the norm before it."""
     seconds, corrected, last = [], 0, time.perf_counter()
-    limit = model.max_grad_norm
+    limit, norm = model.max_grad_norm, 1.0
     for index, step in enumerate(batches):
         if clip_every is not None:
-            model.max_grad_norm = 1.0 if (index + 1) % clip_every == 0 else limit
+            model.max_grad_norm = norm / 2 if (index + 1) % clip_every == 0 else limit
         result = model.step(step)
+        norm = result.grad_norm
         corrected += result.corrected and index >= len(batches) - timed
         now = time.perf_counter()
         seconds.append(now - last)
@@ -117,6 +119,42 @@ def lane_shares(model: Model, batches: list[list[dict[str, torch.Tensor]]]) -> d
     return shares
 
 
+def one_row(model: Model, args: argparse.Namespace, tokens: int, clip_every: int | None) -> dict[str, Any]:
+    """Time one number of tokens a step."""
+    rows, vocab = tokens // args.seq_len // args.micro_batches, model.config.vocab_size
+    warm, timed = (0, clip_every) if clip_every else (args.warm, args.steps)
+    steps = [
+        [random_batch(vocab, rows, args.seq_len, 100 * step + micro) for micro in range(args.micro_batches)]
+        for step in range(warm + timed)
+    ]
+    seconds, corrected = time_steps(model, steps, timed, clip_every)
+    # Of steps of two kinds the mean counts, of equal ones the median.
+    typical = statistics.mean(seconds) if clip_every else statistics.median(seconds)
+    flops = 6 * model.num_parameters * tokens
+    row: dict[str, Any] = {
+        "shape": args.shape,
+        "layers": model.config.num_hidden_layers,
+        "parameters": model.num_parameters,
+        "tokens": tokens,
+        "seconds": typical,
+        "all_seconds": seconds,
+        "corrected_steps": corrected,
+        "tokens_per_second": tokens / typical,
+        "tflops_6n": flops / typical / 1e12,
+        "device_peak_gib": model.memory.device_peak / 2**30,
+        "host_gib": model.memory.host_bytes / 2**30,
+        "options": options(args.option),
+        "max_grad_norm": args.max_grad_norm,
+        "clip_every": clip_every,
+    }
+    if not args.no_bound:
+        bound = model.compute_bound(rows, args.seq_len, args.micro_batches)
+        row |= {"bound_seconds": bound, "bound_tflops_6n": flops / bound / 1e12, "share": bound / typical}
+    if args.breakdown:
+        row["breakdown"] = lane_shares(model, steps[-1:] * 2)
+    return row
+
+
 def main() -> None:
     """Run every row."""
     args = arguments()
@@ -129,39 +167,13 @@ def main() -> None:
     if args.second_moment is not None:
         for name in model.store.parameter_names:
             model.store.moment(name, "exp_avg_sq").fill_(args.second_moment)
-    for tokens in args.tokens:
-        rows = tokens // args.seq_len // args.micro_batches
-        steps = [
-            [random_batch(config.vocab_size, rows, args.seq_len, 100 * s + m) for m in range(args.micro_batches)]
-            for s in range(args.steps + 2)
-        ]
-        seconds, corrected = time_steps(model, steps, args.steps, args.clip_every)
-        median = statistics.median(seconds)
-        flops = 6 * model.num_parameters * tokens
-        row: dict[str, Any] = {
-            "shape": args.shape,
-            "layers": config.num_hidden_layers,
-            "parameters": model.num_parameters,
-            "tokens": tokens,
-            "seconds": median,
-            "all_seconds": seconds,
-            "corrected_steps": corrected,
-            "tokens_per_second": tokens / median,
-            "tflops_6n": flops / median / 1e12,
-            "device_peak_gib": model.memory.device_peak / 2**30,
-            "host_gib": model.memory.host_bytes / 2**30,
-            "options": options(args.option),
-            "max_grad_norm": args.max_grad_norm,
-        }
-        if not args.no_bound:
-            bound = model.compute_bound(rows, args.seq_len, args.micro_batches)
-            row |= {"bound_seconds": bound, "bound_tflops_6n": flops / bound / 1e12, "share": bound / median}
-        if args.breakdown:
-            row["breakdown"] = lane_shares(model, steps[-2:])
-        print(json.dumps(row), flush=True)
-        if args.out:
-            with args.out.open("a") as file:
-                file.write(json.dumps(row | hardware(args.commit)) + "\n")
+    for index, tokens in enumerate(args.tokens):
+        for clip_every in [None, args.clip_every] if index == 0 and args.clip_every else [None]:
+            row = one_row(model, args, tokens, clip_every)
+            print(json.dumps(row), flush=True)
+            if args.out:
+                with args.out.open("a") as file:
+                    file.write(json.dumps(row | hardware(args.commit)) + "\n")
     model.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
@@ -64,3 +65,23 @@ def gpu(request: pytest.FixtureRequest) -> str:
     if request.config.getoption("--device") != "cuda":
         pytest.skip("needs --device cuda")
     return "cuda"
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Counts the storages that operations of the compute lane really make and keep."""
+    from megatrain.devices import _measure
+    from megatrain.engine.operations import Operations
+
+    counter = _measure._LiveBytes()
+    perform = Operations.perform
+
+    def counting(self: Operations, op: Any, handles: Any, run: Any) -> None:
+        if op.lane != "compute":
+            perform(self, op, handles, run)
+            return
+        with counter:
+            perform(self, op, handles, run)
+
+    monkeypatch.setattr(Operations, "perform", counting)
+    return counter

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -18,7 +19,7 @@ from megatrain.devices import Device
 from megatrain.engine.buffers import DeviceMemory
 from megatrain.engine.executor import Engine, EngineOptions
 from megatrain.engine.placement import Placement, last_units, resident_units
-from megatrain.engine.template import Templates
+from megatrain.engine.template import Mode, Templates
 from megatrain.errors import UserError
 from megatrain.losses.cross_entropy import token_losses
 from megatrain.models._compiled import compiled_token_loss
@@ -149,7 +150,7 @@ def _place(decoder: Decoder, settings: Settings, compute: torch.dtype, gradient:
         )
     return EngineOptions(
         slots=settings.slots,
-        activations_kept=_kept(decoder, settings.activations),
+        activations=_modes(decoder, settings.activations),
         speculated=last_units("optim.speculated", settings.speculated, sizes),
         compute_dtype=compute,
         gradient_dtype=gradient,
@@ -181,18 +182,34 @@ def _resident(memory: DeviceMemory, where: torch.device, numel: int, dtype: torc
     return memory.allocate("resident state", numel, dtype, where)
 
 
-def _kept(decoder: Decoder, activations: Any) -> frozenset[str]:
-    """Layers whose activations are kept; a share takes the last ones, whose backward comes first."""
+def _modes(decoder: Decoder, activations: Any) -> dict[str, Mode]:
+    """What each layer keeps, where it is more than its input.
+
+    Shares take the last layers that are left, whose backward comes first: of ``"keep 20%, selective 50%"`` the last
+    fifth keep everything, and the half before them the output of attention.
+    """
     layers = {unit.name: 1 for unit in decoder.units if unit.structure >= 0}
-    if activations in ("recompute", "keep"):
-        return frozenset(layers if activations == "keep" else ())
-    share = isinstance(activations, str) and activations.rstrip().endswith("%")
-    if not share and (isinstance(activations, str) or not isinstance(activations, Sequence)):
-        raise UserError(
-            f"compute.activations: {activations!r} is unknown; choose recompute, keep, a share such as 30%, or a list"
-            " of layers"
-        )
-    return last_units("compute.activations", activations, layers)
+    if isinstance(activations, Sequence) and not isinstance(activations, str):
+        return dict.fromkeys(last_units("compute.activations", activations, layers), "keep")
+    modes: dict[str, Mode] = {}
+    for part in str(activations).split(","):
+        found = re.fullmatch(r"\s*(recompute|selective|keep|)\s*(\S*%)?\s*", part)
+        if found is None or not part.strip():
+            raise UserError(
+                f"compute.activations: {activations!r} is unknown; choose recompute, selective, keep, a share to keep"
+                " such as 30%, shares such as 'keep 20%, selective 50%', or a list of layers to keep"
+            )
+        mode, share = found[1] or "keep", found[2] or "100%"
+        if mode == "selective" and decoder.dropout:
+            raise UserError(
+                f"compute.activations: {activations!r}: attention draws random numbers in this model (dropout), so its"
+                " output cannot stand for them; use recompute or keep"
+            )
+        if mode != "recompute":
+            chosen = resident_units("compute.activations", share, dict.fromkeys(layers, 1))
+            left = [name for name in reversed(layers) if name not in modes]
+            modes |= dict.fromkeys(left[: len(chosen)], cast(Mode, mode))
+    return modes
 
 
 def _chunk_tokens(asked: int | None, config: PreTrainedConfig, device_memory: int) -> int:

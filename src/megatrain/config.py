@@ -180,7 +180,8 @@ class ComputeConfig:
         "Number format of forward and backward. Default: bfloat16 on a GPU, float32 on the CPU.", None
     )
     activations: str = option(
-        "`recompute` each layer in backward, `keep` what it saved, or keep a share of the layers, as `30%`.",
+        "`recompute` each layer in backward but for what it is given, or `selective`: attention's output is kept too, "
+        "or `keep` what it saved; by shares, as `30%` (to keep) or `keep 20%, selective 50%`.",
         "recompute",
     )
     boundaries: Literal["device", "host"] = option(

@@ -86,10 +86,11 @@ class Model:
         take longer than backward, a part is faster: the next forward then starts while the other units, which it needs
         later, are updated. ``slots`` is the number of layers that the device holds at a time. ``device_memory`` and
         ``host_memory`` are limits such as ``"400MiB"``; what does not fit raises `UserError` before anything runs.
-        ``activations`` is ``"recompute"``, ``"keep"``, a share of the layers to keep (``"30%"``, the last ones), or
-        their names. ``boundaries="host"`` moves the inputs of layers to host memory until backward;
-        ``boundary_every=k`` keeps only every k-th, and computes the others again; ``order="micro_batch"`` takes a
-        micro-batch through the whole model before the next one, for which all weights must be on the device.
+        ``activations`` is ``"recompute"``, ``"selective"`` (the output of attention is kept), ``"keep"``, a share of
+        the layers to keep (``"30%"``, the last ones), ``"keep 20%, selective 50%"``, or their names.
+        ``boundaries="host"`` moves the inputs of layers to host memory until backward; ``boundary_every=k`` keeps only
+        every k-th, and computes the others again; ``order="micro_batch"`` takes a micro-batch through the whole model
+        before the next one, for which all weights must be on the device.
         ``gradient_dtype`` is what gradients leave the device in, by default the compute dtype. ``seed`` is the seed of
         dropout. ``loss_chunk_tokens`` bounds the tokens whose logits exist at once. ``compile`` compiles the layers
         with torch.compile (default: on CUDA); results then differ in rounding. ``weights_on_device`` and

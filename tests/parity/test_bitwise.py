@@ -56,7 +56,7 @@ def run_both(
 DEEP = pytest.mark.slow
 
 
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize("activations", ["recompute", "selective", "keep"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
@@ -64,11 +64,13 @@ DEEP = pytest.mark.slow
     [(2, 1), (2, 2), (2, 4), pytest.param(12, 1, marks=DEEP), (12, 2), pytest.param(12, 14, marks=DEEP)],
 )
 def test_fp32(layers: int, slots: int, tied: bool, dropout: float, activations: str) -> None:
+    if dropout and activations == "selective":
+        pytest.skip("refused")
     config = tiny_config(num_hidden_layers=layers, tie_word_embeddings=tied, attention_dropout=dropout)
     run_both(config, slots=slots, activations=activations)
 
 
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize("activations", ["recompute", "selective", "keep"])
 @pytest.mark.parametrize("micros", [1, 2])
 @pytest.mark.parametrize("tied", [False, True])
 def test_bf16(tied: bool, micros: int, activations: str) -> None:
@@ -97,9 +99,9 @@ def test_some_activations_kept(activations: str | list[str], dtype: str) -> None
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("micros", [1, 3])
-@pytest.mark.parametrize("activations", ["recompute", "keep", ["layers.2"]])
+@pytest.mark.parametrize("activations", ["recompute", "selective", "keep 34%, selective 34%", ["layers.2"]])
 def test_boundaries_on_the_host(activations: str | list[str], micros: int, dtype: str) -> None:
-    config = tiny_config(num_hidden_layers=6, attention_dropout=0.1)
+    config = tiny_config(num_hidden_layers=6, attention_dropout=0.0 if "selective" in activations else 0.1)
     run_both(config, boundaries="host", activations=activations, micros=micros, rows=5, steps=3, dtype=dtype)
 
 

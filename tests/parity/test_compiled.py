@@ -13,16 +13,22 @@ from megatrain import Model
 
 
 @pytest.mark.slow
-def test_compiled_equals_eager() -> None:
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("activations", ["recompute", "selective", "keep"])
+def test_compiled_equals_eager(activations: str, dropout: float, caplog: pytest.LogCaptureFixture) -> None:
     (step,) = random_batches(320, steps=1, micros=2, tokens=64)
     gradients = []
+    if dropout and activations == "selective":
+        pytest.skip("refused")
+    config = tiny_config(attention_dropout=dropout)
     for compile in (False, True):
         counters.clear()
-        with Model.from_config(tiny_config(), seed=3, device="cpu", compile=compile) as model:
+        with Model.from_config(config, seed=3, device="cpu", compile=compile, activations=activations) as model:
             model.step(step, keep_gradients=True)
             gradients.append(model.gradients())
-    # forward, forward with backward, loss: measuring memory before the first step must not keep them from it
-    assert counters["frames"]["ok"] >= 3
+    # forward, gradients, loss: measuring memory before the first step must not keep them from it
+    assert counters["stats"]["unique_graphs"] >= (3 if activations == "recompute" else 2)
+    assert "torch.compile failed" not in caplog.text
     for name, gradient in gradients[0].items():
         assert relative(gradients[1][name], gradient) < 1e-5, name
     torch._dynamo.reset()
@@ -31,7 +37,7 @@ def test_compiled_equals_eager() -> None:
 def test_what_cannot_be_compiled_runs_as_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(function: object) -> object:
+    def broken(function: object, **_: object) -> object:
         def run(*_: object) -> None:
             raise TorchDynamoException("no backend here\nsecond line")
 
@@ -45,5 +51,5 @@ def test_what_cannot_be_compiled_runs_as_it_is(
             losses.append(model.step(step).loss)
     assert losses[0] == losses[1]
     warnings = [record.getMessage() for record in caplog.records if "torch.compile failed" in record.getMessage()]
-    assert len(warnings) == 2  # the layers' structure and the loss, once each
+    assert len(warnings) == 3  # the layers' structure, its gradients and the loss, once each
     assert all("no backend here" in warning and "second line" not in warning for warning in warnings)

@@ -14,8 +14,6 @@ from _fixtures import tiny_config
 from megatrain import AdamW, Model, UserError
 from megatrain.config import parse_bytes
 from megatrain.devices import _measure
-from megatrain.engine.operations import Operations
-from megatrain.engine.program import Op
 from megatrain.engine.workspace import Workspaces
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(120)]
@@ -37,30 +35,13 @@ def model_of(device: str, tied: bool = False, **options: Any) -> Model:
 
 def matrix() -> Iterator[Any]:
     """Every combination; a third of them, in which every pair of values occurs, is fast."""
-    choices = ((1, 2, ALL), (1, 2), (False, True), ("float32", "bfloat16"), ("recompute", "keep"))
+    choices = ((1, 2, ALL), (1, 2), (False, True), ("float32", "bfloat16"), ("recompute", "selective", "keep"))
     for places in itertools.product(*(range(len(values)) for values in choices)):
         chosen = [values[place] for values, place in zip(choices, places, strict=True)]
         yield pytest.param(*chosen, marks=() if sum(places) % 3 == 0 else pytest.mark.slow)
 
 
 MATRIX = list(matrix())
-
-
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> _measure._LiveBytes:
-    """Counts the storages that operations of the compute lane really make and keep."""
-    counter = _measure._LiveBytes()
-    perform = Operations.perform
-
-    def counting(self: Operations, op: Op, handles: Any, run: Any) -> None:
-        if op.lane != "compute":
-            perform(self, op, handles, run)
-            return
-        with counter:
-            perform(self, op, handles, run)
-
-    monkeypatch.setattr(Operations, "perform", counting)
-    return counter
 
 
 @pytest.mark.parametrize(("slots", "micros", "tied", "dtype", "activations"), MATRIX)

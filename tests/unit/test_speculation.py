@@ -134,6 +134,32 @@ def test_native_is_bitwise_the_reference(
     assert_same_bits(found, expected)
 
 
+@each_native
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.5)])
+def test_native_guards_the_very_edge_as_the_reference(native: NativeKernel, betas: tuple[float, float]) -> None:
+    """A block has one element at the edge, or a few representable numbers beside it; sqrt(v) is rounded there."""
+    options = SETTINGS | {"beta1": betas[0], "beta2": betas[1]}
+    generator, blocks = np.random.default_rng(5), 300
+    squares = 10 ** generator.uniform(-46, 38, blocks)
+    squares[::10] = generator.integers(0, 4, len(squares[::10])) * 2.0**-149
+    second = squares.astype(np.float32)
+    reach = np.float32(speculation_reach(options | {"step": STEP}))  # type: ignore[arg-type]
+    edge = np.sqrt(second) / reach
+    bits = np.maximum(edge.view(np.int32) + generator.integers(-2, 3, blocks, dtype=np.int32), 0)
+    edge = bits.view(np.float32) * generator.choice([-1, 1], blocks).astype(np.float32)
+    state = [torch.zeros(blocks * SPECULATION_BLOCK) for _ in range(4)]
+    state[2] += 1
+    place = np.arange(blocks) * SPECULATION_BLOCK + generator.integers(0, SPECULATION_BLOCK, blocks)
+    state[2][place], state[3][place] = torch.from_numpy(second), torch.from_numpy(edge)
+    expected: list[Tensor | None] = [state[0], None, *state[1:]]
+    found, waiting, others = copies(expected), flags(state[0].numel()), flags(state[0].numel())
+    REFERENCE.adamw_speculate(*expected, waiting, step=STEP, **options)  # type: ignore[arg-type]
+    native.adamw_speculate(*found, others, step=STEP, **options)  # type: ignore[arg-type]
+    assert 50 < int(waiting.sum()) < blocks - 50
+    assert torch.equal(waiting, others)
+    assert_same_bits(found, expected)
+
+
 @each_kernel
 @pytest.mark.parametrize("kind", ["normal", "denormal", "extreme"])
 @pytest.mark.parametrize("split", [False, True])

@@ -79,10 +79,11 @@ def test_times_keep_the_order_of_lanes_and_waits(device: str, one_thread: None, 
     )
 
 
-def test_recording_and_predicting_change_nothing(device: str, one_thread: None) -> None:
+@pytest.mark.parametrize("activations", ["50%", "selective"])
+def test_recording_and_predicting_change_nothing(device: str, one_thread: None, activations: str) -> None:
     results = []
     for records in (False, True):
-        with engine(tiny_config(), device, activations="50%", states_on_device=["embedding"]) as made:
+        with engine(tiny_config(), device, activations=activations, states_on_device=["embedding"]) as made:
             if records:
                 made.predict(recorded(made))
             else:

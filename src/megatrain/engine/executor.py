@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
 
@@ -19,7 +19,7 @@ from megatrain.engine.peak import planned_peak
 from megatrain.engine.program import Buffer, Builder, Op, Policy, UnitSpec
 from megatrain.engine.schedule import WaitTracker
 from megatrain.engine.simulate import Timeline, Waiting, simulate
-from megatrain.engine.template import Templates
+from megatrain.engine.template import Mode, Templates
 from megatrain.engine.trace import MicroBatch, Trace
 from megatrain.engine.workspace import Need, Shape, Workspaces
 from megatrain.errors import UserError
@@ -37,7 +37,8 @@ class EngineOptions:
     gradient_dtype: torch.dtype
     weights_resident: frozenset[str] = frozenset()
     states_resident: frozenset[str] = frozenset()
-    activations_kept: frozenset[str] = frozenset()
+    activations: Mapping[str, Mode] = field(default_factory=dict)
+    """Layers that keep something from forward to backward; the others recompute."""
     speculated: frozenset[str]
     boundaries_on_host: bool = False
     boundary_every: int = 1
@@ -71,7 +72,7 @@ class Engine:
                 unit.uses,
                 weights_resident=unit.name in options.weights_resident,
                 state_resident=unit.name in options.states_resident,
-                keeps=unit.cheap_graph or unit.name in options.activations_kept,
+                keeps=unit.cheap_graph or unit.name in options.activations,
                 lookup=unit.cheap_graph,
                 speculates=unit.name in options.speculated,
             )
@@ -87,7 +88,7 @@ class Engine:
         self._table = Table(self.memory, device.poisons)
         self._boundaries = Boundaries(store, self._table, memory, device.torch_device, options.host_budget)
         self._tracker = WaitTracker()
-        self._operations = Operations(device, store, templates, optimizer, kernel)
+        self._operations = Operations(device, store, templates, optimizer, kernel, options.activations)
         self._on_compute(self._warm_up, "WARM UP")
         self._allocate()
         rings = self._builder.rings
@@ -99,8 +100,9 @@ class Engine:
             ),
             gradient=lambda unit: self._lend(self._scratch(unit, differs=differs), unit),
         )
-        for unit in {unit.structure: unit for unit in self._units if unit.name in options.activations_kept}.values():
-            self.memory.check(self._workspaces.check_keep(unit), f"trying whether {unit.name} can be kept")
+        kinds = {(u.structure, options.activations[u.name]): u for u in self._units if u.name in options.activations}
+        for (_, mode), unit in kinds.items():
+            self.memory.check(self._workspaces.check_keep(unit, mode), f"trying whether {unit.name} can be kept")
 
     def train(self, run: Run) -> Ticket:
         """Submit one training step; returns the ticket after which ``run.result`` holds its results."""
@@ -124,25 +126,25 @@ class Engine:
 
     def admit(self, shapes: Sequence[Shape], *, training: bool) -> None:
         """Raise `UserError` when micro-batches of these shapes cannot run within the budget."""
-        kept = self._options.activations_kept if training else frozenset()
-        modes = {unit.name in kept for unit in self._units}
+        activations = self._options.activations if training else {}
+        modes = {_mode(activations, unit.name) for unit in self._units}
         for shape in shapes:
             self._measure_missing(shape, modes)
         budget = self.memory.budget
-        peak, where = self._plan(shapes, kept, training=training)
+        peak, where = self._plan(shapes, activations, training=training)
         if budget is not None and peak > budget:  # so far perhaps by what a larger shape needs
             for shape in shapes:
                 self._measure_missing(shape, modes, exactly=True)
-            peak, where = self._plan(shapes, kept, training=training)
+            peak, where = self._plan(shapes, activations, training=training)
             if peak > budget:
                 raise over_budget(peak, budget, where)
         self.memory.peak = max(self.memory.peak, peak)
 
-    def _measure_missing(self, shape: Shape, modes: set[bool], *, exactly: bool = False) -> None:
-        for keep in modes:
-            if not self._workspaces.knows(shape, keep=keep, exactly=exactly):
+    def _measure_missing(self, shape: Shape, modes: set[Mode], *, exactly: bool = False) -> None:
+        for mode in modes:
+            if not self._workspaces.knows(shape, mode, exactly=exactly):
                 self._refuse_hopeless(shape)
-                self._measure(shape, keep=keep)
+                self._measure(shape, mode)
 
     def _refuse_hopeless(self, shape: Shape) -> None:
         """Raise when a layer's input and output alone exceed the memory: where a system promises memory that it does
@@ -152,11 +154,11 @@ class Engine:
         if self.memory.fixed.total() + 2 * hidden > limit:
             raise self._too_small(shape)
 
-    def _plan(self, shapes: Sequence[Shape], kept: frozenset[str], *, training: bool) -> tuple[int, str]:
+    def _plan(self, shapes: Sequence[Shape], activations: Mapping[str, Mode], *, training: bool) -> tuple[int, str]:
         """Peak device bytes of a program on measured shapes, and where it is reached."""
 
         def need(unit: str, micro: int) -> Need:
-            return self._workspaces.need(shapes[micro], keep=unit in kept)
+            return self._workspaces.need(shapes[micro], _mode(activations, unit))
 
         builder = Builder(self._builder.units, self._options.slots, self._builder.policy)
         ops = builder.training_step(len(shapes)) if training else builder.scoring(len(shapes))
@@ -222,21 +224,21 @@ class Engine:
     def _time_alone(self, shape: Shape) -> Callable[[Op], float]:
         """Seconds of each arithmetic operation on a micro-batch of the shape, weights resident and nothing else going
         on; measured now."""
-        kept = self._options.activations_kept
-        times: dict[bool, dict[tuple[str, int], float]] = {}
+        activations = self._options.activations
+        times: dict[Mode, dict[tuple[str, int], float]] = {}
         structure = {unit.name: unit.structure for unit in self._units}
 
         def measure() -> None:
-            for keep in {unit.name in kept for unit in self._units}:
-                times[keep] = self._workspaces.seconds(shape, keep=keep)
+            for mode in {_mode(activations, unit.name) for unit in self._units}:
+                times[mode] = self._workspaces.seconds(shape, mode)
 
         self._on_compute(measure, f"TIME {shape}")
-        return lambda op: times[op.unit in kept][_measured_as(op), structure[op.unit]]
+        return lambda op: times[_mode(activations, op.unit)][_measured_as(op), structure[op.unit]]
 
     def _warm_up(self) -> None:
         self.memory.fixed["libraries"] += self._device.warm_up(self._options.compute_dtype)
 
-    def _measure(self, shape: Shape, *, keep: bool) -> None:
+    def _measure(self, shape: Shape, mode: Mode) -> None:
         """Measure on the compute lane, whose allocations and streams are the step's.
 
         It writes to the gradient buffers; of the slots it reads whatever they hold.
@@ -245,7 +247,7 @@ class Engine:
 
         def measure() -> None:
             try:
-                self._workspaces.measure(shape, keep=keep)
+                self._workspaces.measure(shape, mode)
             except (UserError, torch.OutOfMemoryError, MemoryError) as error:  # no fault of the lane
                 failure.append(error)
             except RuntimeError as error:
@@ -333,6 +335,10 @@ class Engine:
     def _lend(self, name: Buffer, unit: str) -> torch.Tensor:
         buffer: torch.Tensor = self._table.get(name)
         return buffer[: self._store.layout(unit).numel]
+
+
+def _mode(activations: Mapping[str, Mode], unit: str) -> Mode:
+    return activations.get(unit, "recompute")
 
 
 def _size(need: Callable[[str, int], Need], structure: dict[str, int], buffer: Buffer) -> int:

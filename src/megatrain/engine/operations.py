@@ -7,7 +7,7 @@ host's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 
@@ -17,7 +17,7 @@ from megatrain.devices import Device
 from megatrain.engine.batches import HostBatch
 from megatrain.engine.buffers import Handles
 from megatrain.engine.program import Buffer, Op
-from megatrain.engine.template import Batch, Templates, norm_squared, unit_seed
+from megatrain.engine.template import Batch, Mode, Templates, norm_squared, unit_seed
 from megatrain.kernels import Kernel
 from megatrain.optimizers import Optimizer, SpeculativeOptimizer
 from megatrain.store import Store
@@ -51,9 +51,16 @@ class Operations:
     """The implementations, by kind."""
 
     def __init__(
-        self, device: Device, store: Store, templates: Templates, optimizer: Optimizer, kernel: Kernel
+        self,
+        device: Device,
+        store: Store,
+        templates: Templates,
+        optimizer: Optimizer,
+        kernel: Kernel,
+        modes: Mapping[str, Mode],
     ) -> None:
-        self._device, self._store, self._templates = device, store, templates
+        """``modes`` names what layers keep whose activations are not simply recomputed."""
+        self._device, self._store, self._templates, self._modes = device, store, templates, modes
         self._optimizer, self._kernel = optimizer, kernel
         self._device_kernel = device.update_kernel(kernel)
         self._units = {unit.name: unit for unit in templates.decoder.units}
@@ -87,7 +94,7 @@ class Operations:
         """One unit, one micro-batch; only the output is kept, or with it the graph."""
         unit, m = self._units[op.unit], op.micro
         first = self._index[op.unit] == 0
-        keep = ("graph", op.unit, m) in op.writes
+        keeps = ("graph", op.unit, m) in op.writes
         self._templates.decoder.train(run.training)
         output, context, graph = self._templates.forward(
             unit,
@@ -96,11 +103,11 @@ class Operations:
             None if first else self._input(op, handles, run),
             None if first else handles.read(("context", m)),
             self._seed(op, run),
-            keep=keep,
+            self._modes.get(op.unit, "keep") if keeps else "recompute",
         )
         if first:
             handles.put(("context", m), context)
-        if keep:
+        if keeps:
             handles.put(("graph", op.unit, m), graph)
         assert op.output is not None
         if op.output[0] == "stage":

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
@@ -20,6 +20,9 @@ from megatrain.layout import Layout, gaps
 from megatrain.losses import TokenLoss
 from megatrain.losses._chunked import chunked_log_probs, chunked_loss
 from megatrain.models.decoder import EMBEDDING, Arguments, Decoder, Unit, tensors_in
+
+Mode = Literal["recompute", "selective", "keep"]
+"""What a layer keeps for its backward: its input only, attention's output too, or all that autograd saves."""
 
 Slots = Mapping[str, torch.Tensor]
 """Unit name -> flat buffer ``[unit numel or more]`` with its weights (or its gradient)."""
@@ -77,7 +80,9 @@ class _Saved:
         if storage.data_ptr() not in self._counted:
             self._counted.add(storage.data_ptr())
             self.nbytes += storage.nbytes()
-        return tensor
+        return (
+            tensor.detach()
+        )  # an operation that saves its own output would hold itself for ever, unless backward runs
 
     def _unpack(self, saved: Any) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
@@ -133,11 +138,10 @@ class Templates:
         hidden: torch.Tensor | None,
         context: list[Arguments] | None,
         seed: int | None,
-        *,
-        keep: bool,
+        mode: Mode,
     ) -> tuple[torch.Tensor, list[Arguments], Graph | None]:
-        """Output of the embedding or of a layer, the layers' arguments, and with ``keep`` the autograd graph."""
-        if not keep:
+        """Output of the embedding or of a layer, the layers' arguments, and unless ``recompute`` the autograd graph."""
+        if mode == "recompute":
             with torch.no_grad(), seeded(seed, self._device):
                 output, context = self._run(unit, self._bind(unit, slots), batch, hidden, context)
             return output, context, None
@@ -145,7 +149,7 @@ class Templates:
         source = None if hidden is None else hidden.detach().requires_grad_()
         saved = _Saved(slots, tensors_in([hidden, context, batch.input_ids, batch.position_ids]))
         with torch.enable_grad(), seeded(seed, self._device), saved.hooks():
-            output, context = self._run(unit, weights, batch, source, context)
+            output, context = self._run(unit, weights, batch, source, context, selective=mode == "selective")
         graph = Graph(source, list(weights.values()), get_gradient_edge(output), saved)
         return output.detach(), context, graph
 
@@ -164,22 +168,24 @@ class Templates:
         first: bool,
     ) -> torch.Tensor | None:
         """Add the unit's gradient to ``gradient``; returns the gradient of its input (none for the embedding)."""
-        if graph is None:
-            weights = self._bind(unit, slots, grad=True)
-            with torch.enable_grad(), seeded(seed, self._device):
-                source = None if hidden is None else hidden.detach().requires_grad_()
-                output, _ = self._run(unit, weights, batch, source, context)
-            graph = Graph(source, list(weights.values()), get_gradient_edge(output), _Saved({}, []))
-            del output
-        grads = _backward(graph, slots, upstream)
-        downstream = None if graph.hidden is None else grads[0]
-        _add(unit.layout, gradient, grads[-len(graph.parameters) :], first=first)
-        return downstream
+        if graph is not None:
+            grads = _backward(graph, slots, upstream)
+        elif hidden is not None:
+            with seeded(seed, self._device):
+                grads = self.decoder.layer_gradients(
+                    unit, self._bind(unit, slots), hidden, self._arguments(unit, context), upstream
+                )
+        else:
+            graph = self.forward(unit, slots, batch, None, None, seed, "keep")[2]
+            assert graph is not None
+            grads = _backward(graph, slots, upstream)
+        _add(unit.layout, gradient, grads[-len(unit.layout.parameters) :], first=first)
+        return None if hidden is None else grads[0]
 
     def check_keep(
-        self, unit: Unit, weights: torch.Tensor, spare: torch.Tensor, embedding_weights: torch.Tensor
+        self, unit: Unit, mode: Mode, weights: torch.Tensor, spare: torch.Tensor, embedding_weights: torch.Tensor
     ) -> None:
-        """Raise `UserError` unless a layer's graph can outlive its slot.
+        """Raise `UserError` unless a layer's graph of this mode can outlive its slot.
 
         A custom autograd function may hold its weights by itself, where no hook sees them; its backward would then
         read whatever the slot holds. Tried on random weights: forward, ruin the slot, backward from another. The
@@ -190,15 +196,15 @@ class Templates:
         embedding = self.decoder.units[0]
         embedding_weights.normal_()
         hidden, context, _ = self.forward(
-            embedding, {embedding.name: embedding_weights}, batch, None, None, None, keep=False
+            embedding, {embedding.name: embedding_weights}, batch, None, None, None, "recompute"
         )
         spare.copy_(weights.normal_(std=0.02))
-        graph = self.forward(unit, {unit.name: weights}, batch, hidden, context, 0, keep=True)[2]
+        graph = self.forward(unit, {unit.name: weights}, batch, hidden, context, 0, mode)[2]
         assert graph is not None
         weights.fill_(float("nan"))
         if not all(bool(g.isfinite().all()) for g in _backward(graph, {unit.name: spare}, hidden) if g is not None):
             raise UserError(
-                f"compute.activations: keep: the backward of {unit.name} ({self.decoder.config.model_type}) reads its"
+                f"compute.activations: {mode}: the backward of {unit.name} ({self.decoder.config.model_type}) reads its"
                 " weights behind autograd's back, so its activations cannot be kept while weights stream; use recompute"
             )
 
@@ -260,13 +266,18 @@ class Templates:
         batch: Batch,
         hidden: torch.Tensor | None,
         context: list[Arguments] | None,
+        *,
+        selective: bool = False,
     ) -> tuple[torch.Tensor, list[Arguments]]:
         if unit.name == EMBEDDING:
             return self.decoder.prologue(weights, batch.input_ids, batch.position_ids)
         assert hidden is not None
         assert context is not None
-        arguments = context[self.decoder.units.index(unit) - 1]
-        return self.decoder.layer(unit, weights, hidden, arguments), context
+        arguments = self._arguments(unit, context)
+        return self.decoder.layer(unit, weights, hidden, arguments, selective=selective), context
+
+    def _arguments(self, unit: Unit, context: list[Arguments]) -> Arguments:
+        return context[self.decoder.units.index(unit) - 1]
 
     def _bind(self, unit: Unit, slots: Slots, *, grad: bool = False) -> dict[str, torch.Tensor]:
         weights = views(unit.layout, slots[unit.name])

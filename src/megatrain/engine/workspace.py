@@ -16,7 +16,7 @@ import torch
 from megatrain.devices import Device
 from megatrain.engine.batches import HostBatch
 from megatrain.engine.buffers import _nbytes
-from megatrain.engine.template import Batch, Graph, Templates
+from megatrain.engine.template import Batch, Graph, Mode, Templates
 from megatrain.models.decoder import Arguments, Unit
 
 
@@ -63,65 +63,65 @@ class Workspaces:
         """``weights(unit)`` lends a flat buffer to read as weights, ``gradient(unit)`` one to write to."""
         self._device, self._templates = device, templates
         self._weights, self._gradient = weights, gradient
-        self._known: dict[tuple[Shape, bool], Need] = {}
+        self._known: dict[tuple[Shape, Mode], Need] = {}
 
-    def knows(self, shape: Shape, *, keep: bool, exactly: bool = False) -> bool:
+    def knows(self, shape: Shape, mode: Mode, *, exactly: bool = False) -> bool:
         """Whether `need` answers without measuring; ``exactly``: with this shape's need, not a larger one's."""
         if exactly:
-            return (shape, keep) in self._known
-        return any(known == keep and other.covers(shape) for other, known in self._known)
+            return (shape, mode) in self._known
+        return any(known == mode and other.covers(shape) for other, known in self._known)
 
-    def need(self, shape: Shape, *, keep: bool) -> Need:
+    def need(self, shape: Shape, mode: Mode) -> Need:
         """Need of the smallest measured shape that covers this one."""
-        if (shape, keep) in self._known:
-            return self._known[shape, keep]
-        covering = [k for k in self._known if k[1] == keep and k[0].covers(shape)]
+        if (shape, mode) in self._known:
+            return self._known[shape, mode]
+        covering = [k for k in self._known if k[1] == mode and k[0].covers(shape)]
         return self._known[min(covering, key=lambda k: k[0].rows * k[0].tokens)]
 
-    def measure(self, shape: Shape, *, keep: bool) -> None:
+    def measure(self, shape: Shape, mode: Mode) -> None:
         """Run every kind of unit once on a batch of the shape, on the lane and the stream of the caller."""
         need = Need(peak={}, held={})
 
         def note(kind: str, unit: Unit, run: Callable[[], object]) -> None:
             need.peak[kind, unit.structure] = self._device.workspace(run)
 
-        self._visit(shape, need, note, keep=keep, once=True)
-        self._known[shape, keep] = need
+        self._visit(shape, need, note, mode, once=True)
+        self._known[shape, mode] = need
 
-    def check_keep(self, unit: Unit) -> int:
+    def check_keep(self, unit: Unit, mode: Mode) -> int:
         """Run `Templates.check_keep` inside the engine's own buffers; returns the bytes it took beyond them."""
         numel, weights = unit.layout.numel, self._weights(unit.name)
         spare = self._gradient(unit.name).view(weights.dtype)[:numel]  # FP32: never smaller than the weights
         embedding = self._templates.decoder.units[0].name
         lent = (weights, spare, self._weights(embedding))
         try:
-            return self._device.workspace(lambda: self._templates.check_keep(unit, *lent))
+            return self._device.workspace(lambda: self._templates.check_keep(unit, mode, *lent))
         finally:
             for buffer in lent:
                 buffer.zero_()
 
-    def seconds(self, shape: Shape, *, keep: bool) -> dict[tuple[str, int], float]:
+    def seconds(self, shape: Shape, mode: Mode) -> dict[tuple[str, int], float]:
         """Time of each kind of operation on each kind of unit, weights resident and nothing else going on."""
         times: dict[tuple[str, int], float] = {}
 
         def note(kind: str, unit: Unit, run: Callable[[], object]) -> None:
             times[kind, unit.structure] = self._device.seconds(run)
 
-        self._visit(shape, Need(peak={}, held={}), note, keep=keep, once=False)
+        self._visit(shape, Need(peak={}, held={}), note, mode, once=False)
         for unit in self._templates.decoder.units:
-            if keep or unit.cheap_graph:  # timed with the forward that made the graph
+            if mode != "recompute" or unit.cheap_graph:  # timed with the forward that made the graph
                 whole, forward = (times.get((kind, unit.structure), 0.0) for kind in ("BACKWARD", "FORWARD"))
                 times["BACKWARD", unit.structure] = max(0.0, whole - forward)
         return times
 
-    def _visit(self, shape: Shape, need: Need, note: Note, *, keep: bool, once: bool) -> None:
+    def _visit(self, shape: Shape, need: Need, note: Note, mode: Mode, *, once: bool) -> None:
         """Hand each operation on each kind of unit to ``note``; what it leaves behind goes to ``need.held``.
 
         A kept graph is good for one backward: unless ``note`` runs it ``once``, it makes its graph each time.
         """
         decoder, batch = self._templates.decoder, self._example(shape)
         embedding, head = decoder.units[0], decoder.units[-1]
-        hidden, context, _ = self._forward(embedding, batch, None, None, keep=False)
+        hidden, context, _ = self._forward(embedding, batch, None, None, "recompute")
         need.held["batch", -1] = _nbytes([batch.input_ids, batch.position_ids, batch.index, batch.targets])
         need.held["context", -1] = _nbytes(context)
         need.held["act", -1] = _nbytes(hidden)
@@ -137,13 +137,13 @@ class Workspaces:
                 note("SCORE", head, partial(self._templates.score, head, slots, batch, hidden))
                 continue
             source = None if unit is embedding else hidden
-            keeps = keep or unit.cheap_graph
-            forward = partial(self._forward, unit, batch, source, context, keep=keeps)
+            own: Mode = "keep" if unit.cheap_graph else mode
+            forward = partial(self._forward, unit, batch, source, context, own)
             note("FORWARD", unit, forward)
             graph = forward()[2]
             need.held["graph", unit.structure] = 0 if graph is None else graph.nbytes
             backward = partial(self._backward, unit, batch, source, context, upstream=hidden)
-            if keeps and not once:
+            if own != "recompute" and not once:
                 del graph  # or there would be two at a time
                 note("BACKWARD", unit, partial(_both, forward, backward))
             else:
@@ -168,10 +168,10 @@ class Workspaces:
         )
 
     def _forward(
-        self, unit: Unit, batch: Batch, hidden: torch.Tensor | None, context: list[Arguments] | None, *, keep: bool
+        self, unit: Unit, batch: Batch, hidden: torch.Tensor | None, context: list[Arguments] | None, mode: Mode
     ) -> tuple[torch.Tensor, list[Arguments], Graph | None]:
         seed = 0 if self._templates.decoder.dropout else None
-        return self._templates.forward(unit, self._slots(unit), batch, hidden, context, seed, keep=keep)
+        return self._templates.forward(unit, self._slots(unit), batch, hidden, context, seed, mode)
 
     def _slots(self, unit: Unit) -> dict[str, torch.Tensor]:
         return {name: self._weights(name) for name in (unit.name, *unit.uses)}

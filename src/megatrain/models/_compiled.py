@@ -1,47 +1,43 @@
-"""Compiled templates: one function a structure, reused by every layer of it."""
+"""Compiled templates: functions of a structure, reused by every layer of it."""
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
 from torch._dynamo.exc import TorchDynamoException
-from torch.func import functional_call
 
 from megatrain.losses import TokenLoss
 
 _log = logging.getLogger(__name__)
 
-LayerFunction = Callable[[dict[str, torch.Tensor], torch.Tensor, dict[str, Any]], Any]
+F = TypeVar("F")
 
 
-def layer_function(template: nn.Module) -> LayerFunction:
-    """``(weights, hidden, arguments) -> output`` of a layer."""
+def compiled(function: F, name: str, *, instead: F | None = None, whole: bool = False, random: bool = False) -> F:
+    """``function`` compiled at its first call for each shape; where that fails, as it is (or ``instead``), with one
+    warning.
 
-    def run(weights: dict[str, torch.Tensor], hidden: torch.Tensor, arguments: dict[str, Any]) -> Any:
-        return functional_call(template, weights, (hidden,), arguments)
-
-    return run
-
-
-def compiled(function: LayerFunction, name: str) -> LayerFunction:
-    """``function`` compiled at its first call for each shape; where that fails, as it is, with one warning.
-
-    Weights are arguments, not attributes, so all layers of a structure share two graphs: forward alone, and forward
-    with backward.
+    Weights are arguments, not attributes, so all layers of a structure share its graphs. ``whole``: one graph or none.
+    ``random``: it draws random numbers, and every graph of the layer must draw the same (inductor has a generator of
+    its own, PyTorch's does not depend on the graph).
     """
     # A code object of its own: torch.compile counts recompilations by code object, and structures must not share them.
+    assert isinstance(function, FunctionType)
     own = FunctionType(
         function.__code__.replace(),
         function.__globals__,
         closure=function.__closure__,
     )
-    return _or_as_it_is(torch.compile(own), function, name)
+    result: F = _or_as_it_is(
+        torch.compile(own, fullgraph=whole, options={"fallback_random": True} if random else None),
+        instead or function,
+        name,
+    )
+    return result
 
 
 def compiled_token_loss(function: TokenLoss) -> TokenLoss:
@@ -59,7 +55,7 @@ def compiled_token_loss(function: TokenLoss) -> TokenLoss:
     return run
 
 
-def _or_as_it_is(fast: Callable[..., Any], plain: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _or_as_it_is(fast: Any, plain: Any, name: str) -> Any:
     usable = True
 
     def run(*args: Any) -> Any:

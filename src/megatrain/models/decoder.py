@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,7 +20,16 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from megatrain.errors import UserError
 from megatrain.layout import Layout, build_layout
-from megatrain.models._compiled import LayerFunction, compiled, layer_function
+from megatrain.models._compiled import compiled
+from megatrain.models._functions import (
+    LayerFunction,
+    LayerGradients,
+    keeping_attention,
+    keeping_attention_compiled,
+    layer_function,
+    layer_gradients,
+    pulled_back,
+)
 from megatrain.models._linear import StreamedLinear
 from megatrain.models._masks import packing_known
 from megatrain.models._skeleton import build_skeleton, has_dropout, move_buffers, structure_key
@@ -81,6 +90,29 @@ class _ChunkBase(nn.Module):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(inputs_embeds))
 
 
+class _Layer(NamedTuple):
+    """What the layers of one structure compute."""
+
+    forward: LayerFunction
+    selective: LayerFunction
+    gradients: LayerGradients
+
+
+def _plain_layer(function: LayerFunction) -> _Layer:
+    return _Layer(function, keeping_attention(function), layer_gradients(function))
+
+
+def _compiled_layer(function: LayerFunction, name: str, *, dropout: bool) -> _Layer:
+    forward = compiled(function, name, random=dropout)
+    gradients = layer_gradients(forward)
+    if not dropout:  # one graph might draw other random numbers than the forward's did
+        gradients = compiled(pulled_back(function), f"the gradients of {name}", instead=gradients, whole=True)
+    selective = compiled(
+        keeping_attention_compiled(function), f"{name} with attention kept", instead=keeping_attention(function)
+    )
+    return _Layer(forward, selective, gradients)
+
+
 class Decoder:
     """The computation of one model, a function of weights handed in; holds no parameters itself."""
 
@@ -131,10 +163,12 @@ class Decoder:
         for module in (base, causal, *self._templates.values()):
             move_buffers(module, device)
             module.train(self.dropout)
-        self._functions: dict[int, LayerFunction] = {}
+        self._layers: dict[int, _Layer] = {}
         for structure, template in self._templates.items():
-            function = layer_function(template)
-            self._functions[structure] = compiled(function, type(template).__name__) if compile else function
+            function, name = layer_function(template), type(template).__name__
+            self._layers[structure] = (
+                _compiled_layer(function, name, dropout=self.dropout) if compile else _plain_layer(function)
+            )
 
     def prologue(
         self, weights: Weights, input_ids: torch.Tensor, position_ids: torch.Tensor | None
@@ -155,11 +189,18 @@ class Decoder:
             raise self._unsupported("its layers take other arguments that depend on parameters")
         return hidden, calls
 
-    def layer(self, unit: Unit, weights: Weights, hidden: torch.Tensor, arguments: Arguments) -> torch.Tensor:
-        """Output of one layer ``[batch, tokens, width]``."""
-        output = self._functions[unit.structure](dict(weights), hidden, arguments)
-        result: torch.Tensor = output[0] if isinstance(output, tuple) else output
-        return result
+    def layer(
+        self, unit: Unit, weights: Weights, hidden: torch.Tensor, arguments: Arguments, *, selective: bool = False
+    ) -> torch.Tensor:
+        """Output of one layer ``[batch, tokens, width]``; ``selective``: a graph of it keeps little but attention's."""
+        functions = self._layers[unit.structure]
+        return (functions.selective if selective else functions.forward)(dict(weights), hidden, arguments)
+
+    def layer_gradients(
+        self, unit: Unit, weights: Weights, hidden: torch.Tensor, arguments: Arguments, upstream: torch.Tensor
+    ) -> Sequence[torch.Tensor | None]:
+        """Gradients of a layer's input and of its weights, in their order, given its output's; computes it again."""
+        return self._layers[unit.structure].gradients(dict(weights), hidden, arguments, upstream)
 
     def logits(self, weights: Weights, hidden: torch.Tensor, head_gradient: torch.Tensor | None = None) -> torch.Tensor:
         """Logits ``[n, vocab]`` of hidden states ``[n, width]``: final norm, head, and what the model adds.

@@ -11,6 +11,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "block.h"
+
 namespace megatrain {
 
 struct AdamWScalars {
@@ -69,6 +71,7 @@ struct Scalar {
     static Scalar abs(Scalar a) { return {std::fabs(a.x)}; }
     static Scalar max(Scalar a, Scalar b) { return {a.x > b.x ? a.x : b.x}; }
     static bool all_at_most(Scalar a, Scalar b) { return a.x <= b.x; }
+    static bool all_below(Scalar a, Scalar b) { return a.x < b.x; }
 };
 
 // The scalars of a step, spread over the lanes of V. As torch.lerp, the first moment starts from the nearer end.
@@ -126,14 +129,26 @@ inline V adamw_change(const Constants<V>& c, V first, V second) {
     return (c.step_size * first) / (V::sqrt(second) / c.root_correction + c.eps);
 }
 
+// Asks for the elements a block after `i`. A block is larger than the first cache, so they go to the second.
+template <class Head, class Grad>
+inline void prefetch_next_block(const AdamWArgs& args, std::int64_t i) {
+    i += kBlock;
+    __builtin_prefetch(static_cast<const Head*>(args.head) + i, 1, 2);
+    if constexpr (sizeof(Head) < sizeof(float)) __builtin_prefetch(args.tail + i, 1, 2);
+    __builtin_prefetch(args.exp_avg + i, 1, 2);
+    __builtin_prefetch(args.exp_avg_sq + i, 1, 2);
+    __builtin_prefetch(static_cast<const Grad*>(args.grad) + i, 0, 2);
+}
+
 // Updates whole vectors from `begin` and returns the first element that did not fill one.
-template <class V, class Head, class Grad>
+template <class V, class Head, class Grad, bool kPrefetch = false>
 std::int64_t adamw_vectors(const AdamWArgs& args, std::int64_t begin, std::int64_t end) {
     const Constants<V> c(args.scalars);
     Head* const head = static_cast<Head*>(args.head);
     const Grad* const grad = static_cast<const Grad*>(args.grad);
     std::int64_t i = begin;
     for (; i + V::width <= end; i += V::width) {
+        if constexpr (kPrefetch) prefetch_next_block<Head, Grad>(args, i);
         std::int16_t* const tail = tail_at<Head>(args, i);
         const V g = load_gradient<V>(grad + i) * c.grad_scale;
         const V moment = V::load(args.exp_avg + i);
@@ -147,9 +162,9 @@ std::int64_t adamw_vectors(const AdamWArgs& args, std::int64_t begin, std::int64
     return i;
 }
 
-template <class V, class Head, class Grad>
+template <class V, class Head, class Grad, bool kPrefetch = false>
 void adamw_typed(const AdamWArgs& args, std::int64_t begin, std::int64_t end) {
-    const std::int64_t rest = adamw_vectors<V, Head, Grad>(args, begin, end);
+    const std::int64_t rest = adamw_vectors<V, Head, Grad, kPrefetch>(args, begin, end);
     adamw_vectors<Scalar, Head, Grad>(args, rest, end);
 }
 

@@ -36,6 +36,7 @@ struct Avx2 {
     static Avx2 abs(Avx2 a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.x)}; }
     static Avx2 max(Avx2 a, Avx2 b) { return {_mm256_max_ps(a.x, b.x)}; }
     static bool all_at_most(Avx2 a, Avx2 b) { return _mm256_movemask_ps(_mm256_cmp_ps(a.x, b.x, _CMP_LE_OQ)) == 0xFF; }
+    static bool all_below(Avx2 a, Avx2 b) { return _mm256_movemask_ps(_mm256_cmp_ps(a.x, b.x, _CMP_LT_OQ)) == 0xFF; }
 
 private:
     static __m256i high_half(const std::uint16_t* p) {

@@ -33,6 +33,7 @@ struct Avx512 {
     static Avx512 abs(Avx512 a) { return {_mm512_abs_ps(a.x)}; }
     static Avx512 max(Avx512 a, Avx512 b) { return {_mm512_max_ps(a.x, b.x)}; }
     static bool all_at_most(Avx512 a, Avx512 b) { return _mm512_cmp_ps_mask(a.x, b.x, _CMP_LE_OQ) == 0xFFFF; }
+    static bool all_below(Avx512 a, Avx512 b) { return _mm512_cmp_ps_mask(a.x, b.x, _CMP_LT_OQ) == 0xFFFF; }
 
 private:
     static __m512i high_half(const std::uint16_t* p) {

@@ -3,6 +3,7 @@
 #include "block.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cfenv>
 #include <condition_variable>
 #include <mutex>
@@ -20,6 +21,9 @@ namespace {
 
 // Below this many elements a range is not worth waking a thread for (about 10 us of work).
 constexpr std::int64_t kLeastRange = 16384;
+
+// Blocks that a worker claims at a time, some 0.4 ms of work: what a call may wait for at its end.
+constexpr std::int64_t kPiece = 32;
 
 long thread_id() {
 #if defined(__linux__)
@@ -45,6 +49,52 @@ private:
     std::fenv_t saved_;
 };
 
+// One call: a home range for each worker, in pieces that whoever comes first claims.
+class Job {
+public:
+    Job(std::int64_t n, std::int64_t blocks_each, const std::function<void(std::int64_t, std::int64_t)>& work)
+        : n_(n), work_(work), homes_(static_cast<std::size_t>((blocks_of(n) + blocks_each - 1) / blocks_each)) {
+        for (std::size_t i = 0; i < homes_.size(); ++i) {
+            homes_[i].next = static_cast<std::int64_t>(i) * blocks_each;
+            homes_[i].end = std::min(homes_[i].next + blocks_each, blocks_of(n));
+        }
+    }
+
+    static std::int64_t blocks_of(std::int64_t n) { return (n + kBlock - 1) / kBlock; }
+
+    int ranges() const { return static_cast<int>(homes_.size()); }
+
+    // Works until no piece is left, first in the worker's own range; returns whether it got any.
+    bool work_as(int worker) {
+        bool worked = false;
+        for (int i = 0; i < ranges(); ++i) {
+            Home& home = homes_[static_cast<std::size_t>((worker + i) % ranges())];
+            for (;;) {
+                const std::int64_t begin = home.next.fetch_add(kPiece, std::memory_order_relaxed);
+                if (begin >= home.end) break;
+                work_(begin * kBlock, std::min(n_, std::min(begin + kPiece, home.end) * kBlock));
+                worked = true;
+            }
+        }
+        return worked;
+    }
+
+    bool all_claimed() const {
+        return std::all_of(homes_.begin(), homes_.end(), [](const Home& home) { return home.next >= home.end; });
+    }
+
+private:
+    // In blocks. On a cache line of its own, since its worker writes it all the time.
+    struct alignas(64) Home {
+        std::atomic<std::int64_t> next{0};
+        std::int64_t end = 0;
+    };
+
+    const std::int64_t n_;
+    const std::function<void(std::int64_t, std::int64_t)>& work_;
+    std::vector<Home> homes_;
+};
+
 class Pool {
 public:
     Pool() {
@@ -53,22 +103,23 @@ public:
 #endif
     }
 
-    void run(int ranges, const std::function<void(int)>& work) {
+    void run(Job& job) {
         const std::lock_guard<std::mutex> one_call(call_);
-        start(ranges - 1);
-        {
-            const std::lock_guard<std::mutex> lock(mutex_);
-            work_ = &work;
-            ranges_ = ranges;
-            pending_ = ranges - 1;
-            thread_ids_.assign(static_cast<std::size_t>(ranges), 0);
-            ++generation_;
+        if (job.ranges() == 1) {
+            const DefaultFloatingPoint ieee;
+            job.work_as(0);
+            thread_ids_ = {thread_id()};
+            return;
         }
-        wake_.notify_all();
-        execute(work, 0);
+        start(job.ranges());
         std::unique_lock<std::mutex> lock(mutex_);
-        done_.wait(lock, [this] { return pending_ == 0; });
-        work_ = nullptr;
+        job_ = &job;
+        thread_ids_.clear();
+        ++generation_;
+        wake_.notify_all();
+        // Not for all workers: one that gets no core meanwhile finds nothing left to do.
+        done_.wait(lock, [&] { return working_ == 0 && job.all_claimed(); });
+        job_ = nullptr;
     }
 
     std::vector<long> thread_ids() {
@@ -91,15 +142,9 @@ public:
 private:
     void start(int wanted) {
         while (static_cast<int>(workers_.size()) < wanted) {
-            const int index = static_cast<int>(workers_.size()) + 1;
+            const int index = static_cast<int>(workers_.size());
             workers_.emplace_back([this, index, seen = generation_] { serve(index, seen); });
         }
-    }
-
-    void execute(const std::function<void(int)>& work, int index) {
-        const DefaultFloatingPoint ieee;
-        thread_ids_[static_cast<std::size_t>(index)] = thread_id();
-        work(index);
     }
 
     void serve(int index, std::uint64_t seen) {
@@ -108,17 +153,20 @@ private:
         // those that the process was given. A refusal leaves the inherited set, which is valid too.
         if (has_affinity_) sched_setaffinity(0, sizeof affinity_, &affinity_);
 #endif
+        const DefaultFloatingPoint ieee;
         std::unique_lock<std::mutex> lock(mutex_);
         for (;;) {
             wake_.wait(lock, [&] { return stopping_ || generation_ != seen; });
             if (stopping_) return;
             seen = generation_;
-            if (index >= ranges_) continue;
-            const std::function<void(int)>& work = *work_;
+            if (job_ == nullptr || index >= job_->ranges()) continue;
+            Job& job = *job_;
+            ++working_;
             lock.unlock();
-            execute(work, index);
+            const bool worked = job.work_as(index);
             lock.lock();
-            if (--pending_ == 0) done_.notify_one();
+            if (worked) thread_ids_.push_back(thread_id());
+            if (--working_ == 0) done_.notify_one();
         }
     }
 
@@ -127,9 +175,8 @@ private:
     std::condition_variable wake_, done_;
     std::vector<std::thread> workers_;
     std::vector<long> thread_ids_;
-    const std::function<void(int)>* work_ = nullptr;
-    int ranges_ = 0;
-    int pending_ = 0;
+    Job* job_ = nullptr;
+    int working_ = 0;  // workers that are in the job
     std::uint64_t generation_ = 0;
     bool stopping_ = false;
 #if defined(__linux__)
@@ -162,13 +209,8 @@ const Pool& pool_at_load = pool();
 void parallel_ranges(std::int64_t n, int threads, const std::function<void(std::int64_t, std::int64_t)>& work) {
     if (n <= 0) return;
     const std::int64_t wanted = std::min<std::int64_t>(threads, (n + kLeastRange - 1) / kLeastRange);
-    const std::int64_t blocks = (n + kBlock - 1) / kBlock;
-    const std::int64_t blocks_each = (blocks + wanted - 1) / wanted;
-    const std::int64_t ranges = (blocks + blocks_each - 1) / blocks_each;
-    pool().run(static_cast<int>(ranges), [&](int index) {
-        const std::int64_t begin = index * blocks_each * kBlock;
-        work(begin, std::min(n, begin + blocks_each * kBlock));
-    });
+    Job job(n, (Job::blocks_of(n) + wanted - 1) / wanted, work);
+    pool().run(job);
 }
 
 std::vector<long> last_thread_ids() { return pool().thread_ids(); }

@@ -7,13 +7,15 @@
 
 namespace megatrain {
 
-// Cuts [0, n) into contiguous ranges, at most one a thread, and calls work(begin, end) once for each; returns when all
-// are done. The cuts depend on n and threads only, so a range meets the same worker in every step (memory that was
-// touched first by this pool stays near its core). The calling thread takes the first range. Calls from several
-// threads queue up. Starts missing workers on first use, also after fork().
+// Cuts [0, n) into contiguous home ranges, at most one a thread, and these into pieces; calls work(begin, end) once for
+// each piece and returns when all are done. A worker takes the pieces of its own range in order, then what is left of the
+// others', so that one which another program keeps from its core holds up no more than the piece it is in. The cuts
+// depend on n and threads only: a range meets the same worker in every step, but for what others took over. A single
+// range is worked on by the calling thread, more by workers while it waits. Calls from several threads queue up. Starts
+// missing workers on first use, also after fork().
 void parallel_ranges(std::int64_t n, int threads, const std::function<void(std::int64_t, std::int64_t)>& work);
 
-// The operating system's ids of the threads that worked in the last call, one a range.
+// The operating system's ids of the threads that worked in the last call.
 std::vector<long> last_thread_ids();
 
 // Ends and joins the workers. A later call starts new ones.

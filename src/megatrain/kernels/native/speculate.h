@@ -34,14 +34,19 @@ bool within_reach(const AdamWArgs& args, float reach, std::int64_t& begin, std::
     const V factor = V::set(reach), largest = V::set(3.402823466e38f);
     for (; begin + V::width <= end; begin += V::width) {
         const V g = V::abs(load_gradient<V>(grad + begin));
-        const V root = V::sqrt(V::load(args.exp_avg_sq + begin));
-        if (!V::all_at_most(g, largest) || !V::all_at_most(g * factor, root)) return false;
+        const V size = g * factor, square = V::load(args.exp_avg_sq + begin);
+        // A rounded square below v is below it exactly, and then so are the roots: most vectors need none.
+        if (V::all_below(size * size, square)) continue;
+        if (!V::all_at_most(g, largest) || !V::all_at_most(size, V::sqrt(square))) return false;
     }
     return true;
 }
 
 template <class V>
 void speculate_range(const AdamWArgs& args, std::uint8_t* waiting, float reach, std::int64_t begin, std::int64_t end) {
+    // The guard reads its block at once, so memory would idle while the block before is computed. Not in plain C++:
+    // the compiler does not vectorise a loop that prefetches.
+    constexpr bool kPrefetch = V::width > 1;
     with_types(args, [&](auto head, auto grad) {
         using Head = decltype(head);
         using Grad = decltype(grad);
@@ -50,7 +55,7 @@ void speculate_range(const AdamWArgs& args, std::uint8_t* waiting, float reach, 
             std::int64_t i = start;
             const bool steps = within_reach<V, Grad>(args, reach, i, stop) &&
                                within_reach<Scalar, Grad>(args, reach, i, stop);
-            if (steps) adamw_typed<V, Head, Grad>(args, start, stop);
+            if (steps) adamw_typed<V, Head, Grad, kPrefetch>(args, start, stop);
             waiting[start / kBlock] = !steps;
         }
     });
