@@ -18,6 +18,7 @@ from _rows import parse_options, speed, write
 from _shapes import SHAPES, random_batch, random_model, shape_config
 
 from megatrain import AdamW, Model
+from megatrain.engine.stalls import breakdown
 
 
 def arguments() -> argparse.Namespace:
@@ -39,6 +40,11 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--clip-every", type=int, help="then time the first row again with every n-th step clipped")
     parser.add_argument("--no-bound", action="store_true")
+    parser.add_argument(
+        "--breakdown",
+        action="store_true",
+        help="record one more steady step: the share of it that each lane works, and what it waits for in the rest",
+    )
     parser.add_argument("--out", type=Path, help="append one JSON line a row")
     parser.add_argument("--commit", help="where git cannot tell")
     return parser.parse_args()
@@ -63,6 +69,22 @@ def time_steps(
         print(f"  {seconds[-1]:7.3f} s  loss {result.loss:.4f}  norm {result.grad_norm:.3f}", flush=True)
     model.max_grad_norm = limit
     return seconds[-timed:], corrected
+
+
+def lane_shares(model: Model, batches: list[list[dict[str, torch.Tensor]]]) -> dict[str, Any]:
+    """Of the last of these steps, which are recorded: its seconds and, by lane, the share of it that the lane works and
+    that it waits for each reason."""
+    with model.trace() as trace:
+        for step in batches:
+            model.step(step)
+    recorded = trace.steps[-1]
+    shares: dict[str, Any] = {"seconds": recorded.seconds}
+    for lane, share in breakdown(recorded).items():
+        waiting = {why: waited / recorded.seconds for why, waited in share.waiting.items()}
+        shares[lane] = {"busy": share.busy / recorded.seconds, "waiting": waiting}
+        told = ", ".join(f"{part:.1%} {why}" for why, part in waiting.items() if part >= 0.001)
+        print(f"  {lane:9} works {share.busy / recorded.seconds:6.1%}  waits for {told or 'nothing'}", flush=True)
+    return shares
 
 
 def one_row(model: Model, args: argparse.Namespace, tokens: int, clip_every: int | None) -> dict[str, Any]:
@@ -90,6 +112,8 @@ def one_row(model: Model, args: argparse.Namespace, tokens: int, clip_every: int
         bound = model.compute_bound(rows, args.seq_len, args.micro_batches)
         at_bound = speed(model.num_parameters, tokens, [bound])["tflops_6n"]
         row |= {"bound_seconds": bound, "bound_tflops_6n": at_bound, "share": bound / row["seconds"]}
+    if args.breakdown:
+        row["breakdown"] = lane_shares(model, steps[-1:] * 2)
     return row
 
 

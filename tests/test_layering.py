@@ -24,7 +24,7 @@ LAYERS = [
     {"engine", "checkpoint", "costs", "search", "planner"},
     {"assembly", "results"},
     {"model"},
-    {"trainer", "preflight", "resume", "run_folder", "timeline_page"},
+    {"trainer", "preflight", "resume", "run_folder", "timeline_page", "trace_events", "tracing", "checked"},
     {"config_file", "doctor", "dry_run", "plan_report", "export_save", "generate"},
     {"cli"},
     {"__main__"},

@@ -172,7 +172,9 @@ def plan(
     seq_len: Annotated[int | None, typer.Option(min=1, help="Default: data.max_seq_len, or 4096.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Length of the run whose time is told.")] = 1_000_000_000,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object in place of the tables.")] = False,
-    timeline: Annotated[Path | None, typer.Option(help="Draw the step as lanes over time: an HTML page.")] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Draw the step over time: an HTML page, or .json for Perfetto.")
+    ] = None,
 ) -> None:
     """Say what fits on a machine, how fast it is, and what to set. Needs no GPU."""
     with _reported():

@@ -231,6 +231,19 @@ class LoggingConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TraceConfig:
+    """A picture of a few measured steps, taken once the run is warm: what each lane did and what it waited for."""
+
+    path: str | None = option(
+        "HTML page (`step.html`) of the steps, predicted above measured; beside it `step.json` for Perfetto or Chrome. "
+        "Default: none.",
+        None,
+        path=True,
+    )
+    steps: int = option("Measured steps that it shows.", 2, ge=1, le=20)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """One training run."""
 
@@ -244,6 +257,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = section(CheckpointConfig, "save and resume")
     export: ExportConfig = section(ExportConfig, "the exported model")
     logging: LoggingConfig = section(LoggingConfig, "what is shown")
+    trace: TraceConfig = section(TraceConfig, "a picture of measured steps")
     output_dir: str = option(
         "Folder of the run: log, metrics, saves and the trained model. Must be new or empty.", path=True
     )

@@ -168,7 +168,8 @@ class Costs:
         resident = [unit.numel for unit in units if unit.state_resident]
         fixed["resident state"] = sum(slab_bytes(n, work.compute_bytes, work.gradient_bytes) for n in resident)
         for ring, numel in rings.slot_numel.items():
-            fixed["slots"] += rings.slots[ring] * numel * work.compute_bytes
+            label = "resident weights" if ring.startswith("own ") else "slots"
+            fixed[label] += rings.slots[ring] * numel * work.compute_bytes
         for ring, numel in rings.grad_numel.items():
             fixed["gradients"] += rings.buffers[ring] * numel * work.gradient_bytes
         if work.gradient_dtype != "float32":

@@ -24,7 +24,9 @@ from megatrain.engine.batches import HostBatch, check_batch, check_batches
 from megatrain.engine.clipping import Clipping
 from megatrain.engine.operations import Run
 from megatrain.engine.placement import Placement
+from megatrain.engine.simulate import Timeline
 from megatrain.engine.template import unit_seed
+from megatrain.engine.trace import Trace
 from megatrain.engine.workspace import Shape
 from megatrain.errors import LaneError, UserError
 from megatrain.export import ExportTensor, check_export, write_model
@@ -279,7 +281,40 @@ class Model:
     def compute_bound(self, rows: int, tokens: int, micro_batches: int = 1) -> float:
         """Seconds that the arithmetic of such a step takes by itself, measured now; what overlap is judged against."""
         self._settle()
+        self._gradients_kept = False
         return self._engine.compute_bound(Shape(rows, tokens, packed=False), micro_batches)
+
+    @contextmanager
+    def trace(self) -> Iterator[Trace]:
+        """Record when each operation of the steps inside starts and ends; read from the trace when the block is over.
+
+        Recording waits for nothing; the end of the block waits for the last updates. At least two steps are needed for
+        a steady one.
+        """
+        self._usable()
+        if self._engine.trace is not None:
+            raise UserError("trace(): the steps are being recorded already; end that trace first")
+        trace = self._engine.trace = Trace(self._device)
+        try:
+            yield trace
+        finally:
+            self._engine.trace = None
+        self._settle()
+        trace.read()
+
+    def predict(self, trace: Trace) -> Timeline:
+        """The last step of a trace as a simulation of its own operations and waits gives it.
+
+        Arithmetic takes the time that it takes by itself, measured now; copies and updates take the median time of
+        their kind in the trace. Raises `UserError` when the trace holds fewer than two steps.
+        """
+        if not trace.steps:
+            number = len(trace.micro_batches)
+            recorded = f"{number} step{'s were' if number != 1 else ' was'} recorded"
+            raise UserError(f"predict: {recorded}; a steady one needs at least two")
+        self._settle()
+        self._gradients_kept = False
+        return self._engine.predict(trace)
 
     @property
     def store(self) -> Store:
@@ -293,8 +328,10 @@ class Model:
         return MemoryReport(
             device_budget=memory.budget,
             device_peak=memory.peak,
+            device_measured=self._device.measured_peak,
             host_bytes=self._store.nbytes,
             by_label=dict(memory.fixed),
+            host_by_label=self._store.by_label,
         )
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -13,6 +14,7 @@ from megatrain.loggers._screens import count, disk_size, duration, size
 from megatrain.planner import Option, Plan
 from megatrain.search import DEVICE_MARGIN, HOST_MARGIN, PROCESS_BYTES, Request
 from megatrain.timeline_page import page
+from megatrain.trace_events import trace_events
 
 DEFAULT_SEQ_LEN = 4096
 _LANES = {"compute": "GPU arithmetic", "h2d": "host to GPU", "d2h": "GPU to host", "optimizer": "CPU optimizer"}
@@ -86,9 +88,17 @@ def as_data(plan: Plan) -> dict[str, Any]:
 
 
 def write_timeline(plan: Plan, lines: list[str], file: Path) -> None:
-    """Draw the simulated step as an HTML page; raises `UserError` when the file cannot be written."""
+    """Write the simulated step as trace events where ``file`` ends in ``.json``, else as an HTML page.
+
+    Raises `UserError` when the file cannot be written.
+    """
+    title = f"{plan.model} on {plan.machine}: one step"
+    if file.suffix == ".json":
+        text = json.dumps(trace_events([(f"predicted: {title}", plan.timeline.ops)]))
+    else:
+        text = page(title, lines, [("predicted", plan.timeline)])
     try:
-        file.write_text(page(f"{plan.model} on {plan.machine}: one step, predicted", lines, plan.timeline), "utf-8")
+        file.write_text(text, "utf-8")
     except OSError as error:
         raise UserError(f"--timeline: {file}: {error.strerror}\n  fix:   name a file in a folder that exists") from None
 

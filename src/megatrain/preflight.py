@@ -6,6 +6,7 @@ What a user may have got wrong is found here, in seconds and before anything is 
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,7 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
         if config.placement.states is None:
             _check_host(config, host_bytes, limit)
     total = config.train.max_steps or config.train.epochs * batches.steps_per_epoch
+    _check_trace(config, total)
     schedule = Schedule.from_config(config.schedule, config.optim.lr, total)
     saves = config.checkpoint.keep + 1 if 0 < config.checkpoint.every < total else 1
     saves = max(1, saves - _complete_saves(config))
@@ -187,6 +189,29 @@ def _check_disk(config: RunConfig, needed: int, saves: int, free: int) -> None:
             f"  needed: {disk_size(needed)} ({saves} saves of the training state and the exported model)\n"
             f"  found:  {disk_size(free)} free\n"
             "  fix:    free space, name a folder on another disk, or lower checkpoint.keep"
+        )
+
+
+def _check_trace(config: RunConfig, total_steps: int) -> None:
+    """Raise `UserError` when the trace could not be written, or there will be too few steps for it."""
+    if config.trace.path is None:
+        return
+    file = Path(config.trace.path)
+    folder = file.parent.absolute()
+    if file.suffix != ".html":
+        raise UserError(
+            f"trace.path: {file}: not the name of an HTML page\n"
+            f"  fix:   trace.path={file.with_suffix('.html')}; the trace for Perfetto is written beside it, as .json"
+        )
+    if folder != Path(config.output_dir).absolute() and not folder.is_dir():
+        raise UserError(f"trace.path: {file}: there is no folder {folder}\n  fix:   make it, or name one that exists")
+    for written in (file, file.with_suffix(".json")):
+        if written.is_dir() or (folder.is_dir() and not os.access(written if written.exists() else folder, os.W_OK)):
+            raise UserError(f"trace.path: {written} cannot be written\n  fix:   name another file or folder")
+    if total_steps <= config.trace.steps:
+        raise UserError(
+            f"trace.steps: {config.trace.steps}, but a run of {total_steps} steps has {total_steps - 1} steady ones:"
+            " all but the first\n  fix:   lower it, train for more steps, or leave trace.path out"
         )
 
 

@@ -36,5 +36,9 @@ class MemoryReport:
 
     device_budget: int | None
     device_peak: int
+    device_measured: int | None
+    """Most that the device's allocator has had in use so far; None where it does not tell."""
     host_bytes: int
     by_label: dict[str, int]
+    """Of the device, without what comes and goes in a step."""
+    host_by_label: dict[str, int]

@@ -93,6 +93,7 @@ class Store:
         self._register = register
         self._results: Arena | None = None
         self._boundaries: Arena | None = None
+        self._gradient_bytes = 0
         self._slabs: dict[str, Slab] = {}
         self._home: dict[str, str] = {}
         try:
@@ -116,6 +117,7 @@ class Store:
                 if self._first_touch is not None:
                     self._first_touch(slab)
                 self._keep(arena)
+                self._gradient_bytes += layout.numel * gradient_dtype.itemsize
             else:
                 slab = Slab(layout, take, compute_dtype, gradient_dtype)
             self._slabs[unit] = slab
@@ -149,6 +151,13 @@ class Store:
     def nbytes(self) -> int:
         """Bytes of all arenas."""
         return sum(arena.nbytes for arena in self._arenas)
+
+    @property
+    def by_label(self) -> dict[str, int]:
+        """`nbytes` by what they are for."""
+        boundaries = 0 if self._boundaries is None else self._boundaries.nbytes
+        state = self.nbytes - self._gradient_bytes - boundaries
+        return {"masters and moments": state, "gradients": self._gradient_bytes, "boundary activations": boundaries}
 
     @property
     def parameter_names(self) -> Sequence[str]:

@@ -17,16 +17,20 @@ from typing import Any
 
 from megatrain import AdamW, Model, machine
 from megatrain._durable import remove_folder
+from megatrain.checked import mismatches, peaks, planned_memory
 from megatrain.checkpoint import DamagedSave, prune, read_meta, set_aside, step_folder
 from megatrain.config import RunConfig, parse_bytes
 from megatrain.datasets._batches import StepBatch
 from megatrain.datasets._load import Dataset, Progress
+from megatrain.errors import UserError
 from megatrain.loggers import Logger, StepRecord, Summary
 from megatrain.loggers._screens import DataFigures, MemoryFigures, data_line, memory_line, model_line
 from megatrain.loggers.jsonl import JsonlLogger
+from megatrain.model_spec import load_model_spec
 from megatrain.preflight import Prepared
 from megatrain.resume import check_resume, find_save, flat_options
 from megatrain.run_folder import RunFolder
+from megatrain.tracing import RecordedSteps
 
 _log = logging.getLogger(__name__)
 _ENDS = 10  # steps at each end of the run whose mean loss the summary shows
@@ -97,6 +101,9 @@ def train(
         for path in damaged:
             set_aside(path)
         _describe(prepared, model, console)
+        _check_memory(prepared, model, console)
+        if config.trace.path and not loop.recorded.steps:
+            console.note("trace   none: too few steps are left for a steady one")
         with loop.logging(), _asked_to_stop() as stop:
             for step in range(loop.step, prepared.total_steps):
                 loop.run_step(step)
@@ -150,6 +157,7 @@ class _Loop:
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._steps_here = 0
         self.step = 0
+        self.recorded = RecordedSteps(prepared.config.trace, range(prepared.total_steps))
 
     @contextmanager
     def logging(self) -> Iterator[None]:
@@ -166,6 +174,7 @@ class _Loop:
         changed = check_resume(self._prepared, read_meta(save)["extra"])
         extra = self._model.load_state(save, progress=self._console.progress)
         self.step = extra["step"]
+        self.recorded = RecordedSteps(self._prepared.config.trace, range(self.step, self._prepared.total_steps))
         self._schedule = self._schedule.resumed(extra["schedule"], self.step)
         self._totals = _Totals(**extra["totals"])
         self._earlier = self._totals.seconds
@@ -195,6 +204,7 @@ class _Loop:
         total = self._prepared.total_steps
         for logger in self._loggers:
             logger.progress(f"step {step + 1} of {total}", 0, 0)
+        self.recorded.before(self._model, step)
         begun, rate = time.monotonic(), self._schedule.rate(step)
         batch = self._batches.next_step()
         result = self._model.step(batch.micro_batches, lr=rate)
@@ -223,6 +233,28 @@ class _Loop:
         )
         for logger in self._loggers:
             logger.step(record)
+        if self.recorded.ends_with(step):
+            self._console.progress("comparing with the prediction", 0, 0)
+            self.recorded.finish(self._model)
+            self._draw()
+
+    def _draw(self) -> None:
+        """Write the trace, where one is asked for. A disk that takes no more is no reason to stop training."""
+        prepared = self._prepared
+        rows, tokens, micro_batches = prepared.batches.largest
+        step = f"{prepared.device} · a step is at most {micro_batches} x {rows} rows x {tokens:,} tokens"
+        lines = [
+            model_line(prepared.name, self._model.num_parameters, prepared.dtype),
+            step,
+            "predicted: the same operations and waits, arithmetic as long as it takes by itself, the rest as measured",
+        ]
+        try:
+            files = self.recorded.write(f"{prepared.name}: the time of a step", lines)
+        except OSError as error:
+            self._console.note(f"trace   not written: {error}")
+            return
+        if files:
+            self._console.note(f"trace   {files[0]}, and {files[1]} for ui.perfetto.dev")
 
     def finish(self) -> Summary:
         """Export the model and report on the whole run."""
@@ -235,6 +267,7 @@ class _Loop:
             # The model was trained with this template, so it is the one to be used with it.
             shutil.copyfile(config.data.chat_template, final / "chat_template.jinja")
         t, ends = self._totals, max(1, min(_ENDS, self.step // 2))
+        device_peak, host_peak = peaks(self._model.memory, self._prepared.device)
         summary = Summary(
             steps=self.step,
             target_tokens=t.target_tokens,
@@ -246,6 +279,9 @@ class _Loop:
             last_loss=fmean(t.last_losses[-ends:]),
             parameters=self._model.num_parameters,
             exported=final,
+            one_step=self.recorded.one_step,
+            device_peak=device_peak,
+            host_peak=host_peak,
         )
         for logger in self._loggers:
             logger.summary(summary)
@@ -284,6 +320,22 @@ def _describe(prepared: Prepared, model: Model, console: Logger) -> None:
     console.note(memory_line(figures))
     for line, bad in prepared.data.bad:
         _log.warning("%s line %d skipped: %s", prepared.config.data.train, line, bad.reason)
+
+
+def _check_memory(prepared: Prepared, model: Model, console: Logger) -> None:
+    """Say where the planner's bytes are not those that were allocated."""
+    try:
+        spec = load_model_spec(str(prepared.folder))
+    except UserError as error:  # of a kind that is trained but not planned
+        _log.info("memory was not compared with the plan: %s", error)
+        return
+    wrong = list(
+        mismatches(planned_memory(spec, prepared.config, prepared.dtype, prepared.batches.largest), model.memory)
+    )
+    if wrong:
+        line = f"warning memory is not as planned: {'; '.join(wrong)}"
+        console.note(line)
+        _log.warning(line)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from _runs import arguments, chats, make_model, megatrain, write_rows
 
 from megatrain import doctor, trainer
 from megatrain.errors import LaneError
-from megatrain.loggers import StepRecord, Summary
+from megatrain.loggers import Checked, StepRecord, Summary
 from megatrain.loggers._screens import (
     DataFigures,
     MemoryFigures,
@@ -86,8 +86,13 @@ def test_summary() -> None:
         last_loss=0.9123,
         parameters=4_022_468_096,
         exported=Path("runs/first/final"),
+        one_step=Checked(predicted=2.61, measured=2.66),
+        device_peak=Checked(predicted=19.2 * GIB, measured=18.9 * GIB),
+        host_peak=Checked(predicted=52.6 * GIB, measured=51.0 * GIB),
     )
     assert "\n".join(summary_lines(summary)) + "\n" == screen("summary")
+    short = replace(summary, one_step=None, device_peak=None)
+    assert summary_lines(short)[2] == "checked host 51.0 GiB, predicted 52.6 GiB (+3 %)"
 
 
 def test_a_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

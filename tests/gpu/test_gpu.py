@@ -38,6 +38,25 @@ def test_a_step_never_synchronises(gpu: str, compiling: None, options: dict[str,
             torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("options", [{}, {"states_on_device": ["embedding"], "activations": "keep"}])
+def test_tracing_never_synchronises_inside_a_step(gpu: str, options: dict[str, Any]) -> None:
+    steps = random_batches(320, steps=4, micros=2, tokens=64)
+    with model(gpu, **options) as trained:
+        trained.step(steps[0])
+        with trained.trace() as trace:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                for step in steps[1:]:
+                    trained.step(step)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        assert trained.predict(trace).seconds > 0
+    assert len(trace.steps) == 2
+    assert all(timeline.busy("compute") > 0 for timeline in trace.steps)
+
+
 @pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize("norm", [3.0, float("inf")])
 def test_the_device_kernel_is_the_reference(gpu: str, split: bool, norm: float) -> None:
@@ -108,9 +127,12 @@ def test_placements_change_nothing(gpu: str, activations: str, dtype: str) -> No
 
 def test_device_memory_budget_holds_on_the_device(gpu: str) -> None:
     (step,) = random_batches(320, steps=1, tokens=64)
+    allocated = torch.cuda.memory_allocated()
     with model(gpu) as trained:
         trained.step(step)
-        peak = trained.memory.device_peak
+        peak, measured = trained.memory.device_peak, trained.memory.device_measured
+    assert measured is not None
+    assert 0.8 * peak < measured - allocated < 1.05 * peak + (8 << 20), "blocks are larger than what was asked for"
     requested = "requested_bytes.all."  # what was asked for; recycled blocks may be up to 1 MiB larger
     base = torch.cuda.memory_stats()[requested + "current"]
     with model(gpu, device_memory=peak) as trained:

@@ -172,6 +172,16 @@ def test_the_timeline_is_one_page_with_a_bar_for_every_operation(tmp_path: Path)
     assert not re.search(r"(src|href)=", text), "it needs nothing else"
 
 
+def test_the_timeline_as_trace_events(tmp_path: Path) -> None:
+    assert megatrain(*SEVEN, *STEP, "--timeline", str(tmp_path / "step.json")).exit_code == 0
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    units = {event["args"]["unit"] for event in events if event["ph"] == "X"}
+    assert units == {"", "embedding", *[f"layers.{i}" for i in range(28)], "head"}
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {
+        "predicted: qwen2.5-7b on h200-128gb: one step"
+    }
+
+
 def test_a_timeline_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     result = megatrain(*SEVEN, *STEP, "--timeline", str(tmp_path / "none" / "step.html"))
     assert result.exit_code == 2

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatrain.errors import UserError
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 LANES = ("h2d", "compute", "d2h", "optimizer")
 
 Ticket = tuple[str, int]
+
+Mark = Any
+"""A moment in a lane, as its device notes it."""
 
 
 class Device(ABC):
@@ -86,6 +89,11 @@ class Device(ABC):
         """Bytes beyond which nothing can fit."""
         return self.total_memory
 
+    @property
+    @abstractmethod
+    def measured_peak(self) -> int | None:
+        """Most bytes of device memory that were allocated at a time; None where nobody counts them."""
+
     @abstractmethod
     def warm_up(self, dtype: torch.dtype) -> int:
         """Make libraries take what they keep for good, on the compute lane; returns its bytes of device memory."""
@@ -97,6 +105,14 @@ class Device(ABC):
     @abstractmethod
     def seconds(self, run: Callable[[], object], repeats: int = 3) -> float:
         """Median time of ``run`` on the compute lane, after one call that is not counted."""
+
+    @abstractmethod
+    def mark(self, lane: str) -> Mark:
+        """Note the moment that a lane reaches, from within one of its operations. Waits for nothing."""
+
+    @abstractmethod
+    def instants(self, marks: Sequence[Mark]) -> list[float]:
+        """Seconds of one clock, of any origin, at which the lanes passed their marks. The lanes must be drained."""
 
     @abstractmethod
     def close(self) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from megatrain.devices import Device
+from megatrain.devices import Device, Mark
 from megatrain.devices._measure import count_peak
 from megatrain.kernels import DeviceKernel, Kernel
 from megatrain.kernels.resident import HostResidentKernel
@@ -48,6 +48,10 @@ class HostMemoryDevice(Device):
     def capacity(self) -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
+    @property
+    def measured_peak(self) -> int | None:
+        return None
+
     def warm_up(self, dtype: torch.dtype) -> int:
         return 0
 
@@ -62,3 +66,9 @@ class HostMemoryDevice(Device):
             run()
             times.append(time.perf_counter() - start)
         return statistics.median(times)
+
+    def mark(self, lane: str) -> Mark:
+        return time.perf_counter()
+
+    def instants(self, marks: Sequence[Mark]) -> list[float]:
+        return list(marks)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import statistics
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -18,7 +19,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatrain import numa
-from megatrain.devices import LANES, Device, Ticket
+from megatrain.devices import LANES, Device, Mark, Ticket
 from megatrain.devices._pages import populate
 from megatrain.devices._threads import ThreadLanes
 from megatrain.errors import UserError
@@ -52,6 +53,9 @@ class CudaDevice(Device):
         others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
         hopper = torch.cuda.get_device_capability(self.torch_device) >= (9, 0)
         self._attention = [first, *others] if hopper else [*others[:2], first, others[2]]
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        self._peak = 0
+        """What was allocated at most before the allocator's own figure was last reset."""
         self._starts: list[int] = []
         self._pieces: dict[int, int] = {}
         self._warned = False
@@ -135,6 +139,10 @@ class CudaDevice(Device):
     def total_memory(self) -> int:
         return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
 
+    @property
+    def measured_peak(self) -> int | None:
+        return max(self._peak, torch.cuda.max_memory_allocated(self.torch_device))
+
     def warm_up(self, dtype: torch.dtype) -> int:
         # cuBLAS takes a workspace for each pair of thread and stream: here for this lane's and for autograd's.
         torch.cuda.synchronize(self.torch_device)
@@ -148,6 +156,7 @@ class CudaDevice(Device):
     def workspace(self, run: Callable[[], object]) -> int:
         torch.cuda.synchronize(self.torch_device)
         before = self._requested("current")
+        self._peak = max(self._peak, torch.cuda.max_memory_allocated(self.torch_device))
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         run()
         torch.cuda.synchronize(self.torch_device)
@@ -168,6 +177,19 @@ class CudaDevice(Device):
             end.synchronize()
             times.append(float(start.elapsed_time(end)) / 1000)
         return statistics.median(times)
+
+    def mark(self, lane: str) -> Mark:
+        if lane not in self._streams:
+            return time.perf_counter()
+        return self._streams[lane].record_event(torch.cuda.Event(enable_timing=True))
+
+    def instants(self, marks: Sequence[Mark]) -> list[float]:
+        # The device's clock meets the host's here, to some 10 microseconds; over the seconds before they drift by less
+        # than a millisecond.
+        last = torch.cuda.current_stream(self.torch_device).record_event(torch.cuda.Event(enable_timing=True))
+        last.synchronize()
+        now = time.perf_counter()
+        return [now - m.elapsed_time(last) / 1000 if isinstance(m, torch.cuda.Event) else m for m in marks]
 
     def close(self) -> None:
         self._lanes.close()

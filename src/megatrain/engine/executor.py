@@ -18,7 +18,9 @@ from megatrain.engine.operations import Operations, Run
 from megatrain.engine.peak import planned_peak
 from megatrain.engine.program import Buffer, Builder, Op, Policy, UnitSpec
 from megatrain.engine.schedule import WaitTracker
+from megatrain.engine.simulate import Timeline, Waiting, simulate
 from megatrain.engine.template import Mode, Templates
+from megatrain.engine.trace import MicroBatch, Trace
 from megatrain.engine.workspace import Need, Shape, Workspaces
 from megatrain.errors import UserError
 from megatrain.kernels import Kernel
@@ -60,6 +62,8 @@ class Engine:
         self._device, self._store, self._options = device, store, options
         self._units = templates.decoder.units
         self.memory = memory
+        self.trace: Trace | None = None
+        """What training steps are recorded in, while they are."""
         differs = options.gradient_dtype is not torch.float32
         specs = [
             UnitSpec(
@@ -107,6 +111,8 @@ class Engine:
         shapes = [Shape.of(batch) for batch in run.batches]
         self.admit(shapes, training=True)
         ops = self._builder.training_step(len(shapes), speculative=run.speculative)
+        if self.trace is not None:
+            self.trace.micro_batches[run.step] = [MicroBatch.of(batch) for batch in run.batches]
         need = self._boundary_need(ops, shapes)
         if not self._boundaries.is_ready(need):
             self._boundaries.make_room(need)
@@ -193,6 +199,31 @@ class Engine:
 
     def compute_bound(self, shape: Shape, micro_batches: int) -> float:
         """Seconds of a step's arithmetic alone: every forward, loss, recompute and backward, weights resident."""
+        seconds = self._time_alone(shape)
+        builder = Builder(self._builder.units, self._options.slots, self._builder.policy)
+        return sum(seconds(op) for op in builder.training_step(micro_batches) if _is_arithmetic(op))
+
+    def predict(self, trace: Trace) -> Timeline:
+        """The last step of a trace, simulated: its arithmetic takes what it takes alone, measured now (the loss in
+        proportion to its targets), and everything else its typical time in the trace."""
+        shapes = {micro_batch.shape for step in trace.micro_batches.values() for micro_batch in step}
+        alone = {shape: self._time_alone(shape) for shape in shapes}
+        typical = trace.typical_seconds({unit.name: unit.structure for unit in self._units})
+
+        def seconds(waiting: Waiting) -> float:
+            op = waiting.op
+            if not _is_arithmetic(op):
+                return typical(op)
+            micro_batch = trace.micro_batches[waiting.step][op.micro]
+            return alone[micro_batch.shape](op) * (micro_batch.targets if op.kind == "LOSS" else 1)
+
+        program = [timed.waiting for timed in trace.ops]
+        costs = {id(waiting.op): seconds(waiting) for waiting in program}
+        return simulate(program, lambda op: costs[id(op)])
+
+    def _time_alone(self, shape: Shape) -> Callable[[Op], float]:
+        """Seconds of each arithmetic operation on a micro-batch of the shape, weights resident and nothing else going
+        on; measured now."""
         activations = self._options.activations
         times: dict[Mode, dict[tuple[str, int], float]] = {}
         structure = {unit.name: unit.structure for unit in self._units}
@@ -202,12 +233,7 @@ class Engine:
                 times[mode] = self._workspaces.seconds(shape, mode)
 
         self._on_compute(measure, f"TIME {shape}")
-        builder = Builder(self._builder.units, self._options.slots, self._builder.policy)
-        return sum(
-            times[_mode(activations, op.unit)][_measured_as(op), structure[op.unit]]
-            for op in builder.training_step(micro_batches)
-            if op.lane == "compute" and op.micro >= 0 and op.unit
-        )
+        return lambda op: times[_mode(activations, op.unit)][_measured_as(op), structure[op.unit]]
 
     def _warm_up(self) -> None:
         self.memory.fixed["libraries"] += self._device.warm_up(self._options.compute_dtype)
@@ -253,7 +279,10 @@ class Engine:
         last: Ticket | None = None
         for op in ops:
             ticket, waits = self._tracker.add(op)
-            self._device.submit(ticket, str(op), op.unit, partial(self._perform, op, run), waits)
+            perform: Callable[[], None] = partial(self._perform, op, run)
+            if self.trace is not None and run.training:
+                perform = self.trace.timing(Waiting(op, run.step, ticket, tuple(waits)), perform)
+            self._device.submit(ticket, str(op), op.unit, perform, waits)
             if op.kind == until:
                 last = ticket
         assert last is not None
@@ -326,6 +355,11 @@ def _workspace(need: Callable[[str, int], Need], structure: dict[str, int], op: 
     if op.micro < 0 or not op.unit:
         return 0
     return need(op.unit, op.micro).peak[_measured_as(op), structure[op.unit]]
+
+
+def _is_arithmetic(op: Op) -> bool:
+    """Whether it is a unit's work on a micro-batch, which `Workspaces` times."""
+    return op.lane == "compute" and op.micro >= 0 and op.unit != ""
 
 
 def _measured_as(op: Op) -> str:

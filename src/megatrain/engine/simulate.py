@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from megatrain.engine.program import Op
 from megatrain.engine.schedule import Ticket, WaitTracker
@@ -25,11 +26,16 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One operation and its seconds since the step began."""
+    """One operation, simulated or measured, and its seconds on the time axis of what it is part of."""
 
-    op: Op
+    waiting: Waiting
     start: float
     end: float
+
+    @property
+    def op(self) -> Op:
+        """The operation itself."""
+        return self.waiting.op
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,26 +80,34 @@ def derive(steps: Iterable[Sequence[Op]]) -> list[Waiting]:
 def simulate(program: Sequence[Waiting], seconds: Callable[[Op], float]) -> Timeline:
     """The last step of ``program``, which must hold at least two, with the updates that earlier ones left to it.
 
-    ``seconds(op)`` is how long an operation takes. The host submits a step once the one before is published.
+    ``seconds(op)`` is how long an operation takes. The host submits a step once the one before is published; what ran
+    before the program is over.
     """
     ends: dict[Ticket, float] = {}
     free: dict[str, float] = {}
-    submitted = {0: 0.0}
+    submitted: dict[int, float] = {}
     timed: list[Timed] = []
-    published: list[float] = []
     for waiting in program:
         lane = waiting.op.lane
-        ready = max((ends[ticket] for ticket in waiting.waits), default=0.0)
-        start = max(ready, free.get(lane, 0.0), submitted[waiting.step])
+        ready = max((ends.get(ticket, 0.0) for ticket in waiting.waits), default=0.0)
+        start = max(ready, free.get(lane, 0.0), submitted.get(waiting.step, 0.0))
         end = start + seconds(waiting.op)
         ends[waiting.ticket] = free[lane] = end
-        timed.append(Timed(waiting.op, start, end))
+        timed.append(Timed(waiting, start, end))
         if waiting.op.kind == "PUBLISH":
-            published.append(end)
             submitted[waiting.step + 1] = end
-    begin, finish = published[-2:]
+    return steady_steps(timed)[-1]
+
+
+def steady_steps(timed: Sequence[Timed]) -> list[Timeline]:
+    """Each step of a sequence but the first: from the PUBLISH of the one before to its own."""
+    published = [t.end for t in timed if t.op.kind == "PUBLISH"]
+    return [_between(timed, begin, finish) for begin, finish in pairwise(published)]
+
+
+def _between(timed: Sequence[Timed], begin: float, finish: float) -> Timeline:
     inside = [
-        Timed(t.op, max(t.start, begin) - begin, min(t.end, finish) - begin)
+        Timed(t.waiting, max(t.start, begin) - begin, min(t.end, finish) - begin)
         for t in timed
         if t.end > begin and t.start < finish
     ]

@@ -144,10 +144,12 @@ class Workspaces:
             need.held["graph", unit.structure] = 0 if graph is None else graph.nbytes
             backward = partial(self._backward, unit, batch, source, context, upstream=hidden)
             if own != "recompute" and not once:
+                del graph  # or there would be two at a time
                 note("BACKWARD", unit, partial(_both, forward, backward))
             else:
                 note("BACKWARD", unit, partial(backward, graph))
-            del graph, backward
+                del graph
+            del backward
 
     def _backward(
         self,

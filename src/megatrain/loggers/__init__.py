@@ -35,8 +35,20 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Checked:
+    """One figure as it was predicted and as it was measured."""
+
+    predicted: float
+    measured: float
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
-    """The whole run. ``seconds`` is wall time with loading and saving, ``step_seconds`` that of the steps alone."""
+    """The whole run. ``seconds`` is wall time with loading and saving, ``step_seconds`` that of the steps alone.
+
+    ``one_step`` is the time of a recorded steady step, None when there was none; peaks are in bytes, ``device_peak``
+    None where the device counts none.
+    """
 
     steps: int
     target_tokens: int
@@ -48,6 +60,9 @@ class Summary:
     last_loss: float
     parameters: int
     exported: Path
+    one_step: Checked | None
+    device_peak: Checked | None
+    host_peak: Checked
 
 
 class Logger(ABC):

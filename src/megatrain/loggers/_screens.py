@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from shlex import quote
 
-from megatrain.loggers import StepRecord, Summary
+from megatrain.loggers import Checked, StepRecord, Summary
 
 
 def count(number: float) -> str:
@@ -104,6 +105,26 @@ def step_line(r: StepRecord) -> str:
     )
 
 
+def checked_line(s: Summary) -> str:
+    """Measured against predicted; the sign says which was larger: ``+3 %`` is a prediction above what was measured."""
+    parts = [
+        *([f"step {_checked(s.one_step, short_time)}"] if s.one_step else []),
+        *([f"device {_checked(s.device_peak, size)}"] if s.device_peak else []),
+        f"host {_checked(s.host_peak, size)}",
+    ]
+    return f"checked {' · '.join(parts)}"
+
+
+def _checked(figure: Checked, shown: Callable[[float], str]) -> str:
+    off = 100 * (figure.predicted / figure.measured - 1)
+    return f"{shown(figure.measured)}, predicted {shown(figure.predicted)} ({off:+.0f} %)"
+
+
+def short_time(seconds: float) -> str:
+    """``5.63 s``, ``431.0 ms``."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
+
+
 def summary_lines(s: Summary) -> list[str]:
     speed = s.real_tokens / s.step_seconds
     teraflops = 6 * s.parameters * speed / 1e12
@@ -112,6 +133,7 @@ def summary_lines(s: Summary) -> list[str]:
         f"done    {s.steps:,} steps · {count(s.target_tokens)} target tokens · {duration(s.seconds)} · "
         f"loss {s.first_loss:.2f} -> {s.last_loss:.2f}",
         f"speed   {speed:,.0f} tokens/s · {teraflops:.{0 if teraflops >= 10 else 2}f} TFLOP/s",
+        checked_line(s),
         f"model   {s.exported}",
         f"next    megatrain generate {model}     vllm serve {model}",
     ]
