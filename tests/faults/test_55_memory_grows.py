@@ -36,7 +36,7 @@ def lengths(model: Model, step: int, folder: Path, *, beside: bool) -> None:
     model.step([batch, batch] if step % 3 else [batch])
     if beside and step % 20 == 0:
         model.evaluate([batch])
-        model.save_state(folder / "state")
+        model.save_state(folder / f"state{step}")
         model.save_pretrained(folder / f"export{step}")
 
 
