@@ -46,8 +46,14 @@ def lengths(model: Model, step: int, folder: Path, *, beside: bool) -> None:
     ("options", "beside"),
     [
         ({}, True),
-        ({"activations": "keep 50%, selective 50%", "clipping": "speculative", "slots": 1}, False),
-        ({"boundaries": "host", "boundary_every": 2, "states_on_device": ["layers.1"]}, False),
+        pytest.param(
+            {"activations": "keep 50%, selective 50%", "clipping": "speculative", "slots": 1},
+            False,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"boundaries": "host", "boundary_every": 2, "states_on_device": ["layers.1"]}, False, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_300_steps_take_no_more_than_50(options: dict[str, Any], beside: bool, device: str, tmp_path: Path) -> None:
