@@ -220,6 +220,10 @@ def _modes(decoder: Decoder, activations: Any) -> dict[str, Mode]:
         if mode != "recompute":
             chosen = resident_units("compute.activations", share, dict.fromkeys(layers, 1))
             left = [name for name in reversed(layers) if name not in modes]
+            if len(chosen) > len(left):
+                raise UserError(
+                    f"compute.activations: {activations!r} adds up to more than all layers; lower one of the shares"
+                )
             modes |= dict.fromkeys(left[: len(chosen)], cast(Mode, mode))
     return modes
 

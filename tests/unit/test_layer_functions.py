@@ -123,7 +123,20 @@ def test_what_a_selective_forward_leaves_is_what_it_says() -> None:
     assert counter.live == attention + output.untyped_storage().nbytes()
 
 
-@pytest.mark.parametrize("activations", ["some", "keep 20", "selective 120%", "", "keep 10%,", 3])
+def test_selective_is_refused_where_there_is_nothing_to_keep() -> None:
+    """Attention in separate operations: it would be a recompute under another name."""
+    options = {"activations": "selective", "attn_implementation": "eager"}
+    with (
+        pytest.raises(UserError, match=r"selective: layers\.\d \(llama\) uses no fused attention"),
+        engine(tiny_config(), "cpu", **options),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    "activations",
+    ["some", "keep 20", "selective 120%", "", "keep 10%,", "keep 80%, selective 50%", "selective, keep", 3],
+)
 def test_activations_that_mean_nothing_are_refused(activations: Any) -> None:
     with pytest.raises(UserError, match=r"compute\.activations"), engine(tiny_config(), "cpu", activations=activations):
         pass

@@ -201,6 +201,12 @@ class Templates:
         spare.copy_(weights.normal_(std=0.02))
         graph = self.forward(unit, {unit.name: weights}, batch, hidden, context, 0, mode)[2]
         assert graph is not None
+        if mode == "selective" and graph.nbytes == 0:
+            raise UserError(
+                f"compute.activations: selective: {unit.name} ({self.decoder.config.model_type}) uses no fused"
+                " attention kernel here, so there is no output of it to keep; use model.attn_implementation=sdpa, or"
+                " recompute or keep"
+            )
         weights.fill_(float("nan"))
         if not all(bool(g.isfinite().all()) for g in _backward(graph, {unit.name: spare}, hidden) if g is not None):
             raise UserError(

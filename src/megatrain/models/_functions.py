@@ -51,27 +51,16 @@ def keeping_attention(function: LayerFunction) -> LayerFunction:
     Attention is the only part of a layer whose cost grows with the square of the tokens, and its output is one
     activation of the model's width a token. For layers that draw no random numbers.
     """
-
-    def run(weights: dict[str, torch.Tensor], hidden: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
-        output: torch.Tensor = _AttentionKept.apply(function, arguments, list(weights), hidden, *weights.values())  # type: ignore[no-untyped-call]
-        return output
-
-    return run
-
-
-def keeping_attention_compiled(function: LayerFunction) -> LayerFunction:
-    """`keeping_attention` in the form that torch.compile understands: it cuts the graph itself."""
     context = partial(create_selective_checkpoint_contexts, list(_ATTENTION))
 
     def run(weights: dict[str, torch.Tensor], hidden: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
-        names = list(weights)
-
-        def inner(hidden: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:  # what is saved are its arguments
-            return function(dict(zip(names, values, strict=True)), hidden, arguments)
-
-        output: torch.Tensor = checkpoint(
-            inner, hidden, *weights.values(), use_reentrant=False, context_fn=context, preserve_rng_state=False
-        )
+        output: torch.Tensor
+        if torch.compiler.is_compiling():  # the compiler cuts the graph itself, where hooks see what it saves
+            output = checkpoint(
+                function, weights, hidden, arguments, use_reentrant=False, context_fn=context, preserve_rng_state=False
+            )
+        else:
+            output = _AttentionKept.apply(function, arguments, list(weights), hidden, *weights.values())  # type: ignore[no-untyped-call]
         return output
 
     return run

@@ -25,7 +25,6 @@ from megatrain.models._functions import (
     LayerFunction,
     LayerGradients,
     keeping_attention,
-    keeping_attention_compiled,
     layer_function,
     layer_gradients,
     pulled_back,
@@ -107,10 +106,7 @@ def _compiled_layer(function: LayerFunction, name: str, *, dropout: bool) -> _La
     gradients = layer_gradients(forward)
     if not dropout:  # one graph might draw other random numbers than the forward's did
         gradients = compiled(pulled_back(function), f"the gradients of {name}", instead=gradients, whole=True)
-    selective = compiled(
-        keeping_attention_compiled(function), f"{name} with attention kept", instead=keeping_attention(function)
-    )
-    return _Layer(forward, selective, gradients)
+    return _Layer(forward, compiled(keeping_attention(function), f"{name} with attention kept"), gradients)
 
 
 class Decoder:
