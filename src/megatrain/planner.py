@@ -22,7 +22,13 @@ _SAVE_BYTES = 12  # a parameter: FP32 master and two FP32 moments
 _EXPORT_BYTES = 2  # a parameter: the exported model in bfloat16
 _WAYS_OUT = 3
 _SHORTEST = 128  # tokens of a sequence that a way out proposes
-_NOT_VARIED = ("placement.weights=null", "compute.boundaries=device", "compute.boundary_every=1", "compute.order=layer")
+_NOT_VARIED = (
+    "placement.weights=null",
+    "compute.boundaries=device",
+    "compute.boundary_every=1",
+    "compute.order=layer",
+    "optim.speculated=100%",
+)
 _LANES = ("compute", "h2d", "d2h", "optimizer")
 _NAMES = {
     "compute": "GPU arithmetic",

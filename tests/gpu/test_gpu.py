@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -23,19 +25,25 @@ def model(device: str, **options: Any) -> Model:
     return Model.from_config(tiny_config(**SIZES), seed=3, device=device, **options)
 
 
+@contextmanager
+def refusing_synchronisation() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the mode announces that it is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("options", [{}, {"states_on_device": 1.0}, {"activations": "keep"}, {"compile": True}])
 def test_a_step_never_synchronises(gpu: str, compiling: None, options: dict[str, Any]) -> None:
     steps = random_batches(320, steps=3, micros=2, tokens=64)
     with model(gpu, **options) as trained:
         trained.step(steps[0])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the mode announces that it is a prototype
-            torch.cuda.set_sync_debug_mode("error")
-        try:
+        with refusing_synchronisation():
             for step in steps[1:]:
                 trained.step(step)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("options", [{}, {"states_on_device": ["embedding"], "activations": "keep"}])
@@ -43,15 +51,9 @@ def test_tracing_never_synchronises_inside_a_step(gpu: str, options: dict[str, A
     steps = random_batches(320, steps=4, micros=2, tokens=64)
     with model(gpu, **options) as trained:
         trained.step(steps[0])
-        with trained.trace() as trace:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                torch.cuda.set_sync_debug_mode("error")
-            try:
-                for step in steps[1:]:
-                    trained.step(step)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+        with trained.trace() as trace, refusing_synchronisation():
+            for step in steps[1:]:
+                trained.step(step)
         assert trained.predict(trace).seconds > 0
     assert len(trace.steps) == 2
     assert all(timeline.busy("compute") > 0 for timeline in trace.steps)
