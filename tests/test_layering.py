@@ -22,7 +22,7 @@ LAYERS = [
     {"models", "losses", "optimizers", "datasets", "loggers", "machine", "machines", "hub"},
     {"store", "model_files", "model_spec", "export"},
     {"engine", "checkpoint", "costs", "search", "planner"},
-    {"assembly", "results"},
+    {"assembly", "lifecycle", "results"},
     {"model"},
     {"trainer", "preflight", "resume", "run_folder", "timeline_page", "trace_events", "tracing", "checked"},
     {"config_file", "doctor", "dry_run", "plan_report", "export_save", "generate"},

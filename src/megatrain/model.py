@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from megatrain.assembly import Settings, assemble
 from megatrain.checkpoint import load_state, save_state
@@ -30,7 +29,9 @@ from megatrain.engine.trace import Trace
 from megatrain.engine.workspace import Shape
 from megatrain.errors import LaneError, UserError
 from megatrain.export import ExportTensor, check_export, write_model
+from megatrain.lifecycle import Lifecycle
 from megatrain.model_files import ModelFiles
+from megatrain.models._skeleton import read_config
 from megatrain.optimizers import Optimizer
 from megatrain.optimizers.adamw import AdamW
 from megatrain.results import EvalResult, MemoryReport, StepResult
@@ -107,11 +108,10 @@ class Model:
         self.config, self._seed = config, seed
         self._clipping = Clipping(clipping, max_grad_norm, self._optimizer)
         self._source: ModelFiles | None = None
-        self._broken: str | None = None
-        self._closed = False
         self._gradients_kept = False
         self._step = self._skipped_in_a_row = 0
         self._device = open_device(device) if isinstance(device, str) else device
+        self._life = Lifecycle(self._device)
         parts = assemble(
             config,
             self._device,
@@ -214,7 +214,7 @@ class Model:
             self._engine.count(run)
             self._clipping.note(run.result[-2].item())
 
-        self._complete(submit, finish)
+        self._life.complete(submit, self._engine.wait, finish)
         *losses, norm, factor = run.result.tolist()
         self._gradients_kept = keep_gradients
         skipped = not isfinite(norm)
@@ -238,7 +238,7 @@ class Model:
 
         FP32 copies, before clipping, divided by the step's target tokens.
         """
-        self._usable()
+        self._life.check()
         if not self._gradients_kept:
             raise UserError("gradients(): the last step was not called with keep_gradients=True")
         return {
@@ -249,7 +249,7 @@ class Model:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """FP32 copies of all masters by Hugging Face name; a tied head is listed once, under the embedding's name."""
-        self._settle()
+        self._life.settle()
         return {name: self._store.master(name) for name in self._store.parameter_names}
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> EvalResult:
@@ -272,15 +272,15 @@ class Model:
 
     def reserve(self, rows: int, tokens: int, micro_batches: int, packed: bool = False) -> None:
         """Raise `UserError` unless a step of ``micro_batches`` times ``[rows, tokens]`` fits; changes nothing else."""
-        self._usable()
+        self._life.check()
         rows, tokens = whole("rows", rows, 1), whole("tokens", tokens, 1)
         micro_batches = whole("micro_batches", micro_batches, 1)
-        with self._all_or_broken():
+        with self._life.all_or_broken():
             self._engine.admit([Shape(rows, tokens, packed)] * micro_batches, training=True)
 
     def compute_bound(self, rows: int, tokens: int, micro_batches: int = 1) -> float:
         """Seconds that the arithmetic of such a step takes by itself, measured now; what overlap is judged against."""
-        self._settle()
+        self._life.settle()
         self._gradients_kept = False
         return self._engine.compute_bound(Shape(rows, tokens, packed=False), micro_batches)
 
@@ -291,7 +291,7 @@ class Model:
         Recording waits for nothing; the end of the block waits for the last updates. At least two steps are needed for
         a steady one.
         """
-        self._usable()
+        self._life.check()
         if self._engine.trace is not None:
             raise UserError("trace(): the steps are being recorded already; end that trace first")
         trace = self._engine.trace = Trace(self._device)
@@ -299,7 +299,7 @@ class Model:
             yield trace
         finally:
             self._engine.trace = None
-        self._settle()
+        self._life.settle()
         trace.read()
 
     def predict(self, trace: Trace) -> Timeline:
@@ -312,7 +312,7 @@ class Model:
             number = len(trace.micro_batches)
             recorded = f"{number} step{'s were' if number != 1 else ' was'} recorded"
             raise UserError(f"predict: {recorded}; a steady one needs at least two")
-        self._settle()
+        self._life.settle()
         self._gradients_kept = False
         return self._engine.predict(trace)
 
@@ -354,7 +354,7 @@ class Model:
         ``dtype`` is ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``None`` for the source's. The folder appears
         when it is complete.
         """
-        self._settle()
+        self._life.settle()
         places = {name: self._store.place(name)[1] for name in self._store.parameter_names}
         write_model(
             path,
@@ -368,7 +368,7 @@ class Model:
 
     def check_save(self, path: str | Path, dtype: str | None = None) -> None:
         """A trial of `save_pretrained` without the weights: raises now what would be found after hours of training."""
-        self._usable()
+        self._life.check()
         shapes = {name: self._store.place(name)[1].shape for name in self._store.parameter_names}
         check_export(path, shapes, dtype=dtype, source=self._source, config=self.config, tied=self._tied)
 
@@ -376,7 +376,7 @@ class Model:
         self, path: str | Path, extra: dict[str, Any] | None = None, progress: Progress | None = None
     ) -> None:
         """Write everything that training needs to go on bitwise: masters, moments, counters and ``extra`` (JSON)."""
-        self._settle()
+        self._life.settle()
         path = _path("path", path)
         try:
             json.dumps(extra)
@@ -387,7 +387,7 @@ class Model:
 
     def load_state(self, path: str | Path, progress: Progress | None = None) -> dict[str, Any]:
         """Restore what `save_state` wrote, in place; returns its ``extra``."""
-        self._settle()
+        self._life.settle()
         meta = load_state(path, self._store, progress)
         self._step, self._seed = int(meta["step"]), int(meta["seed"])
         self._clipping.history = meta["norms"]
@@ -398,11 +398,11 @@ class Model:
 
     def close(self) -> None:
         """End threads and free pinned memory. Idempotent; a model that is closed refuses everything else."""
-        if self._closed:
+        if self._life.closed:
             return
-        self._closed = True
+        self._life.closed = True
         try:
-            if self._broken is None:
+            if not self._life.broken:
                 self._device.drain()
         except LaneError as error:
             _log.warning("closing after a failure: %s", error)
@@ -412,7 +412,7 @@ class Model:
             self._store.close()
 
     def __enter__(self) -> Self:
-        self._usable()
+        self._life.check()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -435,13 +435,13 @@ class Model:
                     progress("loading", done * 4, total * 4)
 
     def _score(self, batch: MicroBatch, name: str) -> tuple[HostBatch, torch.Tensor]:
-        self._usable()
+        self._life.check()
         run = Run(batches=[check_batch(batch, name, self._vocab_size)], training=False)
-        self._complete(lambda: self._engine.score(run))
+        self._life.complete(lambda: self._engine.score(run), self._engine.wait)
         return run.batches[0], run.scores[0]
 
     def _checked(self, micro_batches: Sequence[MicroBatch]) -> list[HostBatch]:
-        self._usable()
+        self._life.check()
         return check_batches(micro_batches, self._vocab_size)
 
     @property
@@ -452,74 +452,6 @@ class Model:
     @property
     def _vocab_size(self) -> int:
         return int(self.config.get_text_config().vocab_size)
-
-    def _complete(self, submit: Callable[[], Ticket], finish: Callable[[], None] = lambda: None) -> None:
-        """Submit a program and wait for its results, through one Ctrl-C; then ``finish`` its bookkeeping."""
-        interrupted = None
-        with self._all_or_broken():
-            ticket = submit()
-            try:
-                self._engine.wait(ticket)
-            except KeyboardInterrupt as first:
-                interrupted = first
-                self._engine.wait(ticket)
-            finish()
-        if interrupted is not None:
-            raise interrupted
-
-    @contextmanager
-    def _all_or_broken(self) -> Iterator[None]:
-        """What runs inside is completed, refused beforehand, or leaves a model that can no longer be used.
-
-        The model counts as broken until the end, because Ctrl-C may come between any two lines.
-        """
-        self._broken = "it was interrupted in the middle of its work"
-        try:
-            yield
-        except UserError:
-            self._broken = None
-            raise
-        except LaneError as error:
-            self._break(str(error))
-            raise
-        except BaseException as error:
-            self._break(f"it was interrupted ({type(error).__name__}) and what was left of the step was dropped")
-            raise
-        self._broken = None
-
-    def _break(self, reason: str) -> None:
-        self._broken = reason
-        self._device.abort()
-
-    def _usable(self) -> None:
-        if self._closed:
-            raise UserError("this model is closed; load it again with Model.from_pretrained or Model.from_config")
-        if self._broken is not None:
-            raise UserError(
-                f"this model can no longer be used: {self._broken}. Its masters may be half updated: close it, load"
-                " the model again and load_state the last checkpoint"
-            )
-
-    def _settle(self) -> None:
-        """Wait until every update has been applied."""
-        self._usable()
-        try:
-            self._device.drain()
-        except LaneError as error:
-            self._break(str(error))
-            raise
-
-
-def read_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
-    """The transformers config of a checkpoint folder; `UserError` when it cannot be read."""
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(
-            folder, trust_remote_code=trust_remote_code, local_files_only=True
-        )
-    except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"model.name_or_path: {folder / 'config.json'} cannot be read: {reason}") from error
-    return config
 
 
 def _path(field: str, value: str | PathLike[str]) -> Path:

@@ -8,13 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from megatrain.errors import UserError
+
+
+def read_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
+    """The transformers config of a checkpoint folder; `UserError` when it cannot be read."""
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"model.name_or_path: {folder / 'config.json'} cannot be read: {reason}") from error
+    return config
 
 
 def build_skeleton(
