@@ -10,7 +10,7 @@ from _fixtures import tiny_config
 
 from megatrain import UserError
 
-VOCAB, WIDTH, ELEMENT = 262_144, 64, 4
+VOCAB, WIDTH, ELEMENT = 262_144, 16, 4
 MATRIX = VOCAB * WIDTH * ELEMENT
 OPTIONS: dict[str, Any] = {"loss_chunk_tokens": 4, "kernel": "reference"}
 

@@ -7,6 +7,7 @@ the optimizer lane, and where the user's thread waits for a result.
 
 from __future__ import annotations
 
+import gc
 import logging
 import statistics
 import time
@@ -144,16 +145,17 @@ class CudaDevice(Device):
         return max(self._peak, torch.cuda.max_memory_allocated(self.torch_device))
 
     def warm_up(self, dtype: torch.dtype) -> int:
-        # cuBLAS takes a workspace for each pair of thread and stream: here for this lane's and for autograd's.
+        # cuBLAS takes a workspace for each pair of thread and stream, and only this lane multiplies.
         torch.cuda.synchronize(self.torch_device)
         before = self._requested("current")
-        matrix = torch.ones(64, 64, dtype=dtype, device=self.torch_device, requires_grad=True)
-        torch.autograd.grad((matrix @ matrix).sum(), matrix)
+        matrix = torch.ones(64, 64, dtype=dtype, device=self.torch_device)
+        torch.mm(matrix, matrix)
         del matrix
         torch.cuda.synchronize(self.torch_device)
         return self._requested("current") - before
 
     def workspace(self, run: Callable[[], object]) -> int:
+        gc.collect()  # what is freed while ``run`` goes on would hide what it takes
         torch.cuda.synchronize(self.torch_device)
         before = self._requested("current")
         self._peak = max(self._peak, torch.cuda.max_memory_allocated(self.torch_device))
@@ -206,6 +208,8 @@ class CudaDevice(Device):
                 stack.enter_context(torch.cuda.stream(stream))
             if lane == "compute":
                 stack.enter_context(sdpa_kernel(self._attention, set_priority=True))
+                # Autograd's own thread would free what it used some time after the call, and have a cuBLAS workspace.
+                stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             run()
         if stream is None:
             return

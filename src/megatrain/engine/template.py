@@ -204,8 +204,8 @@ class Templates:
         if mode == "selective" and graph.nbytes == 0:
             raise UserError(
                 f"compute.activations: selective: {unit.name} ({self.decoder.config.model_type}) uses no fused"
-                " attention kernel here, so there is no output of it to keep; use model.attn_implementation=sdpa, or"
-                " recompute or keep"
+                f" attention kernel here in {str(weights.dtype).removeprefix('torch.')}, so there is no output of it to"
+                " keep; use model.attn_implementation=sdpa, compute.dtype=bfloat16, or recompute or keep"
             )
         weights.fill_(float("nan"))
         if not all(bool(g.isfinite().all()) for g in _backward(graph, {unit.name: spare}, hidden) if g is not None):
