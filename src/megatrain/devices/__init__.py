@@ -104,7 +104,7 @@ class Device(ABC):
 
     @abstractmethod
     def seconds(self, run: Callable[[], object], repeats: int = 3) -> float:
-        """Median time of ``run`` on the compute lane, after one call that is not counted."""
+        """Median time of ``run`` on the compute lane, after calls that are not counted."""
 
     @abstractmethod
     def mark(self, lane: str) -> Mark:

@@ -32,6 +32,9 @@ _log = logging.getLogger(__name__)
 REGISTER_PIECE = 1 << 30
 """Bytes registered in one call: some drivers refuse more than 2 GiB, or fail above 512 GiB in all at once."""
 
+LOADED_SECONDS = 0.5
+"""Load before a measurement of time: a GPU at its power limit soon lowers its clocks, and steps run at those."""
+
 CAP_SLACK = 256 << 20
 """Bytes above the budget at which the process is cut off: the allocator's blocks are coarser than tensors."""
 
@@ -169,7 +172,12 @@ class CudaDevice(Device):
         return int(torch.cuda.memory_stats(self.torch_device)[f"requested_bytes.all.{when}"])
 
     def seconds(self, run: Callable[[], object], repeats: int = 3) -> float:
-        run()
+        until = time.perf_counter() + LOADED_SECONDS
+        while True:
+            run()
+            torch.cuda.synchronize(self.torch_device)
+            if time.perf_counter() >= until:
+                break
         times = []
         for _ in range(repeats):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
