@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from _engine import engine
+import torch
+from _engine import engine, rows
 from _fixtures import tiny_config
 
 from megatrain import UserError
@@ -94,6 +95,20 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> Non
 def test_the_bound_of_arithmetic_counts_what_is_computed_again(
     every: int, operations: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Workspaces, "seconds", lambda *_, **__: defaultdict(lambda: 1.0))
+    monkeypatch.setattr(Workspaces, "seconds_together", lambda *args: float(len(args[-1])))
     with engine(tiny_config(), "cpu", boundary_every=every) as model:
         assert model.compute_bound(1, 16, micro_batches=2) == 2 * operations
+
+
+@pytest.mark.parametrize("activations", ["recompute", "50%"])
+def test_the_bound_is_measured_and_changes_nothing(device: str, one_thread: None, activations: str) -> None:
+    results = []
+    for measured in (False, True):
+        with engine(tiny_config(), device, activations=activations) as model:
+            for seed in range(2):
+                model.step(rows(2, seed=seed))
+                if measured:
+                    assert model.compute_bound(1, 16, micro_batches=2) > 0
+            results.append(model.state_dict())
+    for name, master in results[0].items():
+        assert torch.equal(master, results[1][name]), name

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
+from typing import TypeVar
 
 import torch
 
@@ -26,6 +27,8 @@ from megatrain.errors import UserError
 from megatrain.kernels import Kernel
 from megatrain.optimizers import Optimizer
 from megatrain.store import Store
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +105,8 @@ class Engine:
         )
         kinds = {(u.structure, options.activations[u.name]): u for u in self._units if u.name in options.activations}
         for (_, mode), unit in kinds.items():
-            self.memory.check(self._workspaces.check_keep(unit, mode), f"trying whether {unit.name} can be kept")
+            label = f"trying whether {unit.name} can be kept"
+            self.memory.check(self._try_on_compute(partial(self._workspaces.check_keep, unit, mode), label), label)
 
     def train(self, run: Run) -> Ticket:
         """Submit one training step; returns the ticket after which ``run.result`` holds its results."""
@@ -198,10 +202,16 @@ class Engine:
         self._boundaries.close()
 
     def compute_bound(self, shape: Shape, micro_batches: int) -> float:
-        """Seconds of a step's arithmetic alone: every forward, loss, recompute and backward, weights resident."""
-        seconds = self._time_alone(shape)
+        """Seconds of a step's arithmetic alone: every forward, loss, recompute and backward in order, weights resident;
+        the second of two such steps, since the first one of them brings the device to the clocks of steady work."""
         builder = Builder(self._builder.units, self._options.slots, self._builder.policy)
-        return sum(seconds(op) for op in builder.training_step(micro_batches) if _is_arithmetic(op))
+        units = {unit.name: unit for unit in self._units}
+        work = [
+            (_measured_as(op), op.micro, units[op.unit], _mode(self._options.activations, op.unit))
+            for op in builder.training_step(micro_batches)
+            if _is_arithmetic(op)
+        ]
+        return self._try_on_compute(partial(self._workspaces.seconds_together, shape, work), f"TIME {shape}")
 
     def predict(self, trace: Trace) -> Timeline:
         """The last step of a trace, simulated: its arithmetic takes what it takes alone, measured now (the loss in
@@ -239,28 +249,11 @@ class Engine:
         self.memory.fixed["libraries"] += self._device.warm_up(self._options.compute_dtype)
 
     def _measure(self, shape: Shape, mode: Mode) -> None:
-        """Measure on the compute lane, whose allocations and streams are the step's.
-
-        It writes to the gradient buffers; of the slots it reads whatever they hold.
-        """
-        failure: list[Exception] = []
-
-        def measure() -> None:
-            try:
-                self._workspaces.measure(shape, mode)
-            except (UserError, torch.OutOfMemoryError, MemoryError) as error:  # no fault of the lane
-                failure.append(error)
-            except RuntimeError as error:
-                if "allocate memory" not in str(error):  # what torch raises on the host
-                    raise
-                failure.append(error)
-
-        self._on_compute(measure, f"MEASURE {shape}")
-        if not failure:
-            return
-        if isinstance(failure[0], UserError):
-            raise failure[0]
-        raise self._too_small(shape) from failure[0]
+        """It writes to the gradient buffers; of the slots it reads whatever they hold."""
+        try:
+            self._try_on_compute(partial(self._workspaces.measure, shape, mode), f"MEASURE {shape}")
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise self._too_small(shape) from error
 
     def _too_small(self, shape: Shape) -> UserError:
         budget = self.memory.budget
@@ -269,6 +262,27 @@ class Engine:
             f"placement.device_memory: {limit} is too small for a micro-batch of {shape.rows} x {shape.tokens} tokens;"
             " use shorter sequences or fewer rows a micro-batch"
         )
+
+    def _try_on_compute(self, run: Callable[[], T], label: str) -> T:
+        """Result of ``run`` on the compute lane, whose allocations and streams are the step's. `UserError` and lack of
+        memory, as `MemoryError` or `torch.OutOfMemoryError`, are raised here and are no failure of the lane."""
+        results: list[T] = []
+        failures: list[Exception] = []
+
+        def attempt() -> None:
+            try:
+                results.append(run())
+            except (UserError, torch.OutOfMemoryError, MemoryError) as error:
+                failures.append(error)
+            except RuntimeError as error:
+                if "allocate memory" not in str(error):  # what torch raises on the host
+                    raise
+                failures.append(MemoryError(str(error)))
+
+        self._on_compute(attempt, label)
+        for failure in failures:
+            raise failure
+        return results[0]
 
     def _on_compute(self, run: Callable[[], None], label: str) -> None:
         ticket, waits = self._tracker.add(Op(kind=label, lane="compute", writes=self._gradient_buffers))

@@ -6,7 +6,7 @@ by running the unit once, before the first step, on whatever its buffers hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -114,6 +114,31 @@ class Workspaces:
                 times["BACKWARD", unit.structure] = max(0.0, whole - forward)
         return times
 
+    def seconds_together(self, shape: Shape, work: Sequence[tuple[str, int, Unit, Mode]]) -> float:
+        """Time of operations ``(kind, micro-batch, unit, mode)`` in order, weights resident, nothing else going on."""
+        batch = self._example(shape)
+        embedding = self._templates.decoder.units[0]
+        hidden, context, _ = self._forward(embedding, batch, None, None, "recompute")
+
+        def run() -> None:
+            graphs: dict[tuple[int, str], Graph | None] = {}
+            for kind, micro, unit, mode in work:
+                source = None if unit is embedding else hidden
+                if kind == "LOSS":
+                    self._loss(unit, batch, hidden)
+                elif kind == "FORWARD":
+                    own: Mode = "keep" if unit.cheap_graph else mode
+                    graphs[micro, unit.name] = self._forward(unit, batch, source, context, own)[2]
+                else:
+                    self._backward(unit, batch, source, context, graphs.pop((micro, unit.name)), upstream=hidden)
+
+        return self._device.seconds(run, repeats=1)
+
+    def _loss(self, head: Unit, batch: Batch, hidden: torch.Tensor) -> object:
+        slots = self._slots(head)
+        gradients = {name: self._gradient(name) for name in slots}
+        return self._templates.loss(head, slots, batch, hidden, gradients, 1.0, first=True)
+
     def _visit(self, shape: Shape, need: Need, note: Note, mode: Mode, *, once: bool) -> None:
         """Hand each operation on each kind of unit to ``note``; what it leaves behind goes to ``need.held``.
 
@@ -128,12 +153,7 @@ class Workspaces:
         for unit in {unit.structure: unit for unit in reversed(decoder.units)}.values():
             slots = self._slots(unit)
             if unit is head:
-                gradients = {name: self._gradient(name) for name in slots}
-                note(
-                    "LOSS",
-                    head,
-                    partial(self._templates.loss, head, slots, batch, hidden, gradients, 1.0, first=True),
-                )
+                note("LOSS", head, partial(self._loss, head, batch, hidden))
                 note("SCORE", head, partial(self._templates.score, head, slots, batch, hidden))
                 continue
             source = None if unit is embedding else hidden
