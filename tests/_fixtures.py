@@ -53,13 +53,37 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3Config", {"tie_word_embeddings": True, "no_rope_layers": [1, 1, 1, 0]}),
 }
 FAMILIES = tuple(_FAMILIES)
+_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "mlp_only_layers": [1],
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "head_dim": 16,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": 32,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
 
 
 def tiny_config(family: str = "tiny", **changes: Any) -> PreTrainedConfig:
     """A fresh 4-layer, width 64, vocabulary 320 config of a family; ``changes`` override any field."""
     import transformers
 
-    class_name, extra = _FAMILIES[family]
+    class_name, extra = (_FAMILIES | _EXPERTS)[family]
     config: PreTrainedConfig = getattr(transformers, class_name)(**{**_SIZES, **extra, **changes})
     return config
 

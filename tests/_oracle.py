@@ -89,12 +89,13 @@ class Oracle:
     chunk: int = 10_000
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
+    attn_implementation: str = "sdpa"
     losses: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.model = AutoModelForCausalLM.from_config(self.config, attn_implementation="sdpa", dtype=self.dtype).to(
-            self.device
-        )
+        self.model = AutoModelForCausalLM.from_config(
+            self.config, attn_implementation=self.attn_implementation, dtype=self.dtype
+        ).to(self.device)
         self.model.tie_weights()
         self.model.train()
         self.step_index = self.micro = 0

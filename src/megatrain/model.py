@@ -31,7 +31,7 @@ from megatrain.errors import LaneError, UserError
 from megatrain.export import ExportTensor, check_export, write_model
 from megatrain.lifecycle import Lifecycle
 from megatrain.model_files import ModelFiles
-from megatrain.models._skeleton import read_config
+from megatrain.models._skeleton import read_config, refuse_converted_files
 from megatrain.optimizers import Optimizer
 from megatrain.optimizers.adamw import AdamW
 from megatrain.results import EvalResult, MemoryReport, StepResult
@@ -157,6 +157,7 @@ class Model:
             raise UserError(f"progress: {progress!r} cannot be called; give a function of (phase, done, total)")
         files = ModelFiles(folder)
         config = read_config(folder, trust_remote_code)
+        refuse_converted_files(config)
         model = cls(config, trust_remote_code=trust_remote_code, **options)
         try:
             model._load(files, progress)
@@ -355,6 +356,7 @@ class Model:
         when it is complete.
         """
         self._life.settle()
+        refuse_converted_files(self.config)
         places = {name: self._store.place(name)[1] for name in self._store.parameter_names}
         write_model(
             path,
@@ -369,6 +371,7 @@ class Model:
     def check_save(self, path: str | Path, dtype: str | None = None) -> None:
         """A trial of `save_pretrained` without the weights: raises now what would be found after hours of training."""
         self._life.check()
+        refuse_converted_files(self.config)
         shapes = {name: self._store.place(name)[1].shape for name in self._store.parameter_names}
         check_export(path, shapes, dtype=dtype, source=self._source, config=self.config, tied=self._tied)
 

@@ -15,6 +15,8 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 
 from megatrain.errors import UserError
 
@@ -29,6 +31,17 @@ def read_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"model.name_or_path: {folder / 'config.json'} cannot be read: {reason}") from error
     return config
+
+
+def refuse_converted_files(config: PreTrainedConfig) -> None:
+    """Raise `UserError` where checkpoints hold other tensors than the model has: experts, one matrix each in files, one
+    tensor of all in memory."""
+    mapping = get_checkpoint_conversion_mapping(config.model_type) or []
+    if any(isinstance(entry, WeightConverter) for entry in mapping):
+        raise UserError(
+            f"model: checkpoints of type {config.model_type!r} hold each expert apart, where the model holds them in"
+            " one tensor; that cannot be converted yet, neither to load nor to save"
+        )
 
 
 def build_skeleton(
@@ -47,6 +60,11 @@ def build_skeleton(
                 trust_remote_code=trust_remote_code,
             )
         except (ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
+            if attn_implementation == "sdpa" and "scaled_dot_product_attention" in str(error):
+                raise UserError(
+                    f"model.attn_implementation: sdpa: model type {config.model_type!r} has attention that PyTorch's"
+                    " scaled_dot_product_attention cannot compute; use model.attn_implementation=eager"
+                ) from error
             raise UserError(
                 f"model: transformers cannot build model type {config.model_type!r} as a causal language model: {error}"
             ) from error

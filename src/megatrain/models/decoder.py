@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from megatrain.errors import UserError
 from megatrain.layout import Layout, build_layout
@@ -85,8 +85,8 @@ class _ChunkBase(nn.Module):
         super().__init__()
         self.norm = norm
 
-    def forward(self, inputs_embeds: torch.Tensor, **_: Any) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(inputs_embeds))
+    def forward(self, inputs_embeds: torch.Tensor, **_: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=self.norm(inputs_embeds))
 
 
 class _Layer(NamedTuple):
@@ -124,6 +124,11 @@ class Decoder:
     ) -> None:
         causal = build_skeleton(config, dtype, attn_implementation, trust_remote_code)
         self.config, self._causal = causal.config, causal
+        if getattr(self.config, "output_router_logits", False):
+            raise UserError(
+                "model: output_router_logits: true asks for the loss that balances experts, which is not computed layer"
+                " by layer yet; set it to false in config.json"
+            )
         self.dropout = has_dropout(causal)
         prefix = causal.base_model_prefix
         base = self._require(getattr(causal, prefix, None), f"a base model under {prefix!r}")
