@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,8 @@ def time_steps(
 
 
 def lane_shares(model: Model, batches: list[list[dict[str, torch.Tensor]]]) -> dict[str, Any]:
-    """Of the last of these steps, which are recorded: its seconds and, by lane, the share of it that the lane works and
-    that it waits for each reason."""
+    """Of the last of these steps, which are recorded: its seconds and, by lane, the share of it that the lane works, on
+    each kind of operation, and that it waits for each reason."""
     with model.trace() as trace:
         for step in batches:
             model.step(step)
@@ -81,10 +82,19 @@ def lane_shares(model: Model, batches: list[list[dict[str, torch.Tensor]]]) -> d
     shares: dict[str, Any] = {"seconds": recorded.seconds}
     for lane, share in breakdown(recorded).items():
         waiting = {why: waited / recorded.seconds for why, waited in share.waiting.items()}
-        shares[lane] = {"busy": share.busy / recorded.seconds, "waiting": waiting}
-        told = ", ".join(f"{part:.1%} {why}" for why, part in waiting.items() if part >= 0.001)
-        print(f"  {lane:9} works {share.busy / recorded.seconds:6.1%}  waits for {told or 'nothing'}", flush=True)
+        kinds: Counter[str] = Counter()
+        for timed in recorded.ops:
+            if timed.op.lane == lane:
+                kinds[timed.op.kind] += (timed.end - timed.start) / recorded.seconds
+        shares[lane] = {"busy": share.busy / recorded.seconds, "kinds": kinds, "waiting": waiting}
+        print(f"  {lane:9} works {share.busy / recorded.seconds:6.1%}: {parts(dict(kinds.most_common()))}")
+        print(f"  {'':9} waits for {parts(waiting)}", flush=True)
     return shares
+
+
+def parts(shares: dict[str, float]) -> str:
+    """The shares that count, as text."""
+    return ", ".join(f"{part:.1%} {what}" for what, part in shares.items() if part >= 0.001) or "nothing"
 
 
 def one_row(model: Model, args: argparse.Namespace, tokens: int, clip_every: int | None) -> dict[str, Any]:
