@@ -9,34 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
-from collections.abc import Sequence
 
-import torch
-
-from megatrain.devices import Device, open_device
-from megatrain.store import Arena
-
-
-def seconds(device: Device, lanes: Sequence[str], nbytes: int, repeats: int, counts: dict[str, int]) -> float:
-    """Seconds for ``repeats`` copies of ``nbytes`` on each of ``lanes`` at the same time."""
-    host = {lane: Arena(nbytes, lane) for lane in lanes}
-    there = {lane: torch.zeros(nbytes, dtype=torch.uint8, device=device.torch_device) for lane in lanes}
-    for arena in host.values():
-        device.register(arena.memory)
-    device.drain()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        for lane in lanes:
-            near, far = host[lane].memory[:nbytes], there[lane]
-            target, source = (far, near) if lane == "h2d" else (near, far)
-            device.submit((lane, counts[lane]), "COPY", "", lambda t=target, s=source: device.copy(t, s), ())
-            counts[lane] += 1
-    device.drain()
-    taken = time.perf_counter() - start
-    for arena in host.values():
-        device.unregister(arena.memory)
-    return taken
+from megatrain.devices import open_device
+from megatrain.rates import transfer_seconds
 
 
 def main() -> None:
@@ -52,8 +27,8 @@ def main() -> None:
         nbytes, repeats = mib << 20, max(1, args.total_mib // mib)
         row: dict[str, float] = {"mib": mib}
         for name, lanes in (("h2d", ["h2d"]), ("d2h", ["d2h"]), ("both_each_way", ["h2d", "d2h"])):
-            seconds(device, lanes, nbytes, 1, counts)
-            row[f"{name}_gb_per_s"] = nbytes * repeats / seconds(device, lanes, nbytes, repeats, counts) / 1e9
+            transfer_seconds(device, lanes, nbytes, 1, counts)
+            row[f"{name}_gb_per_s"] = nbytes * repeats / transfer_seconds(device, lanes, nbytes, repeats, counts) / 1e9
         print(json.dumps(row), flush=True)
     device.close()
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatrain.devices import Device, Ticket
+from megatrain.devices._pinned import Driver, Event, PinnedMemory
 from megatrain.devices.cpu import CpuDevice
 
 COPY_LANES = ("h2d", "d2h")
@@ -43,6 +44,63 @@ def delayed(device: str, lane: str) -> Device:
             super().copy(target, source)
 
     return DelayedCuda()
+
+
+class FakeDriver(Driver):
+    """Pins at most ``most`` bytes in all and ``at_once`` in a call; keeps what is pinned, and never twice."""
+
+    def __init__(self, most: int = 1 << 62, at_once: int = 1 << 62) -> None:
+        self.most, self.at_once = most, at_once
+        self.pinned: dict[int, int] = {}
+        self.calls: list[int] = []
+        self.buffers: list[torch.Tensor] = []
+
+    def pin(self, address: int, nbytes: int) -> int:
+        self.calls.append(nbytes)
+        taken = sum(self.pinned.values()) + sum(buffer.nbytes for buffer in self.buffers)
+        if nbytes > self.at_once or taken + nbytes > self.most:
+            return 1 if nbytes > self.at_once else 2
+        assert not any(start < address + nbytes and address < start + n for start, n in self.pinned.items())
+        self.pinned[address] = nbytes
+        return 0
+
+    def unpin(self, address: int) -> None:
+        del self.pinned[address]
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        taken = sum(self.pinned.values()) + sum(buffer.nbytes for buffer in self.buffers)
+        assert taken + nbytes <= self.most, "no room was left for the ring"
+        self.buffers.append(torch.empty(nbytes, dtype=torch.uint8))
+        return self.buffers[-1]
+
+    def event(self) -> Event:
+        return _Passed()
+
+
+class _Passed:
+    def synchronize(self) -> None:
+        """Copies of the CPU are complete when they return."""
+
+
+class PinningCpu(CpuDevice):
+    """Registers and copies host memory as `cuda` does, with a driver that says no. Counts the bytes of its copies."""
+
+    def __init__(self, driver: FakeDriver) -> None:
+        super().__init__()
+        self.pinned = PinnedMemory(driver)
+
+    def register(self, memory: torch.Tensor) -> None:
+        self.pinned.register(memory)
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        self.pinned.unregister(memory)
+
+    def limit_pinned(self, nbytes: int | None) -> None:
+        self.pinned.limit(nbytes)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        upload = threading.current_thread().name == "megatrain-h2d"
+        self.pinned.copy(target, source, upload=upload)
 
 
 def lane_threads() -> list[str]:

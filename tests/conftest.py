@@ -12,16 +12,16 @@ import pytest
 collect_ignore = [] if find_spec("pydantic") else ["unit/test_config.py", "faults/test_19_rate_as_text.py"]
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", default="cpu", help="device of the engine tests: cpu, sim or cuda")
-
-
 @pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What a run leaves in the user's cache folder goes elsewhere."""
+def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What a user's machine has cached, as measured rates, decides no test; and no test leaves anything there."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="device of the engine tests: cpu, sim or cuda")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, whatever kills the process or the machine in between."""
+"""Folders and files that appear whole or not at all, whatever kills the process or the machine in between."""
 
 from __future__ import annotations
 
@@ -98,6 +98,22 @@ def require_empty(folder: Path) -> None:
         return
     if folder.exists() or folder.is_symlink():
         raise UserError(f"{folder} exists and is not an empty folder; choose another folder or remove it")
+
+
+def cache_folder(kind: str) -> Path:
+    """Where things of a kind are kept that could be made again, as ``models``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatrain" / kind
+
+
+def keep(file: Path, text: str) -> None:
+    """Write a cached file, whole or not at all; a cache that cannot be written is no reason to stop."""
+    part = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(text, encoding="utf-8")
+        part.replace(file)
+    except OSError:
+        part.unlink(missing_ok=True)
 
 
 def space_for(tensor_bytes: int) -> int:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,8 +17,8 @@ from megatrain.config import parse_bytes
 from megatrain.devices import Device
 from megatrain.engine.buffers import DeviceMemory
 from megatrain.engine.executor import Engine, EngineOptions
-from megatrain.engine.placement import Placement, last_units, resident_units
-from megatrain.engine.template import Mode, Templates
+from megatrain.engine.placement import Mode, Placement, activation_modes, last_units, resident_units
+from megatrain.engine.template import Templates
 from megatrain.errors import UserError
 from megatrain.losses.cross_entropy import token_losses
 from megatrain.models._compiled import compiled_token_loss
@@ -45,6 +44,7 @@ class Settings:
     slots: int
     device_memory: str | int | None
     host_memory: str | int | None
+    pinned_memory: str | int | None
     activations: str | Sequence[str]
     speculated: Placement
     boundaries: str
@@ -87,6 +87,7 @@ def assemble(config: PreTrainedConfig, device: Device, optimizer: Optimizer, set
         budget = parse_bytes("placement.device_memory", settings.device_memory)
         placed = _place(decoder, settings, compute, gradient)
         device.limit(budget)
+        device.limit_pinned(parse_bytes("placement.pinned_memory", settings.pinned_memory))
         memory = DeviceMemory(budget)
         store = _store(decoder, device, kernel, optimizer, memory, placed)
         undo.callback(store.close)
@@ -195,36 +196,13 @@ def _first_touch(optimizer: Optimizer, touch: kernels.DeviceKernel, slab: Slab) 
 
 
 def _modes(decoder: Decoder, activations: Any) -> dict[str, Mode]:
-    """What each layer keeps, where it is more than its input.
-
-    Shares take the last layers that are left, whose backward comes first: of ``"keep 20%, selective 50%"`` the last
-    fifth keep everything, and the half before them the output of attention.
-    """
-    layers = {unit.name: 1 for unit in decoder.units if unit.structure >= 0}
-    if isinstance(activations, Sequence) and not isinstance(activations, str):
-        return dict.fromkeys(last_units("compute.activations", activations, layers), "keep")
-    modes: dict[str, Mode] = {}
-    for part in str(activations).split(","):
-        found = re.fullmatch(r"\s*(recompute|selective|keep|)\s*(\S*%)?\s*", part)
-        if found is None or not part.strip():
-            raise UserError(
-                f"compute.activations: {activations!r} is unknown; choose recompute, selective, keep, a share to keep"
-                " such as 30%, shares such as 'keep 20%, selective 50%', or a list of layers to keep"
-            )
-        mode, share = found[1] or "keep", found[2] or "100%"
-        if mode == "selective" and decoder.dropout:
-            raise UserError(
-                f"compute.activations: {activations!r}: attention draws random numbers in this model (dropout), so its"
-                " output cannot stand for them; use recompute or keep"
-            )
-        if mode != "recompute":
-            chosen = resident_units("compute.activations", share, dict.fromkeys(layers, 1))
-            left = [name for name in reversed(layers) if name not in modes]
-            if len(chosen) > len(left):
-                raise UserError(
-                    f"compute.activations: {activations!r} adds up to more than all layers; lower one of the shares"
-                )
-            modes |= dict.fromkeys(left[: len(chosen)], cast(Mode, mode))
+    """What each layer keeps, where it is more than its input."""
+    modes = activation_modes(activations, [unit.name for unit in decoder.units if unit.structure >= 0])
+    if "selective" in modes.values() and decoder.dropout:
+        raise UserError(
+            f"compute.activations: {activations!r}: attention draws random numbers in this model (dropout), so its"
+            " output cannot stand for them; use recompute or keep"
+        )
     return modes
 
 

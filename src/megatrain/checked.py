@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
+from megatrain.auto import request_of
 from megatrain.config import RunConfig
-from megatrain.costs import Costs, Workload
-from megatrain.engine._rings import Rings
-from megatrain.engine.placement import resident_units
-from megatrain.engine.program import Policy, UnitSpec
-from megatrain.layout import slab_bytes
 from megatrain.loggers import Checked
 from megatrain.machines import known_machines, load_machine
 from megatrain.model_spec import ModelSpec
 from megatrain.results import MemoryReport
-from megatrain.search import PROCESS_BYTES
+from megatrain.search import PROCESS_BYTES, Search
 
 # Of the device: what libraries take is measured, and boundaries are allocated with the first step. Of the host: marks
 # come and go in a step.
@@ -30,34 +27,12 @@ def planned_memory(
     ``dtype`` is the compute dtype, ``largest`` rows, tokens and micro-batches of the largest step.
     """
     rows, tokens, micro_batches = largest
-    work = Workload(
-        rows=rows * micro_batches,
-        seq_len=tokens,
-        micro_batches=micro_batches,
-        compute_dtype=dtype,
-        gradient_dtype=config.compute.gradient_dtype or dtype,
-    )
-    numels = {unit.name: unit.layout.numel for unit in spec.units}
-    slabs = {name: slab_bytes(n, work.compute_bytes, work.gradient_bytes) for name, n in numels.items()}
-    heads = {name: n * work.compute_bytes for name, n in numels.items()}
-    states = resident_units("placement.states", config.placement.states, slabs)
-    weights = resident_units("placement.weights", config.placement.weights, heads)
-    units = [
-        UnitSpec(
-            unit.name,
-            unit.layout.numel,
-            unit.uses,
-            weights_resident=unit.name in weights,
-            state_resident=unit.name in states,
-        )
-        for unit in spec.units
-    ]
-    policy = Policy(
-        sum_dtype_differs=work.gradient_dtype != "float32", micro_batch_major=config.compute.order == "micro_batch"
-    )
-    costs = Costs(spec, load_machine(known_machines()[0]), work)  # bytes are the same on every machine
-    fixed = costs.fixed_device_bytes(units, Rings(units, config.placement.slots, policy))
-    return dict(fixed), costs.host_bytes(units, speculative=False)
+    config = replace(config, train=replace(config.train, micro_batch_size=rows))
+    request = request_of(config, rows=rows * micro_batches, seq_len=tokens, compute_dtype=dtype)
+    # Bytes that stay are the same on every machine, and in every mode but for marks.
+    search = Search(spec, load_machine(known_machines()[0]), request)
+    choice = search.smallest().choice
+    return dict(search.device_labels(choice)), search.host_bytes(choice)
 
 
 def mismatches(planned: tuple[dict[str, int], dict[str, int]], memory: MemoryReport) -> Iterator[str]:

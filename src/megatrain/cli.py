@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,15 +75,14 @@ def train(
     started = time.monotonic()
     print(f"megatrain {__version__}", flush=True)
     with _reported() as report:
-        from megatrain.config_file import dump_config, load_config
+        from megatrain.config_file import load_config
 
         file, overrides = _file_and_overrides(words or [])
-        config = load_config(file, overrides)
-        resolved = dump_config(config)
-        _train(config, resolved, started, dry_run, report)
+        _train(load_config(file, overrides), started, dry_run, report)
 
 
-def _train(config: RunConfig, resolved: str, started: float, dry_run: bool, report: _Report) -> None:
+def _train(config: RunConfig, started: float, dry_run: bool, report: _Report) -> None:
+    from megatrain.config_file import dump_config
     from megatrain.run_folder import RunFolder, quiet_libraries
 
     run = report.run = RunFolder(Path(config.output_dir))
@@ -102,8 +102,8 @@ def _train(config: RunConfig, resolved: str, started: float, dry_run: bool, repo
         run.claim(config.checkpoint.resume)
         from megatrain import trainer
 
-        def begin() -> None:
-            run.create(resolved, early)
+        def begin(final: RunConfig) -> None:
+            run.create(dump_config(final), early)
             console.note(f"run     {run.path}, all options in {run.resolved}")
 
         outcome = trainer.train(prepared, run, console, started, begin)
@@ -149,17 +149,20 @@ def doctor() -> None:
     """Say what this machine can train, and what to correct. Needs neither a GPU nor torch."""
     print(f"megatrain {__version__}", flush=True)
     with _reported():
-        from megatrain.doctor import examine, verdict
+        from megatrain.doctor import examine, measured_rates, verdict
         from megatrain.machine import probe
 
         machine = probe()
         findings = examine(machine, Path.cwd())
-        for finding in findings:
-            print(f"{finding.subject:7} {finding.text}")
-            if finding.fix:
-                print(f"  fix:   {finding.fix}")
+        blocked = any(finding.blocks for finding in findings)
+        with _console() as console:
+            progress = partial(console.progress, done=0, total=0)
+            for finding in chain(findings, [] if blocked else measured_rates(machine, Path.cwd(), progress)):
+                console.note(f"{finding.subject:7} {finding.text}")
+                if finding.fix:
+                    console.note(f"  fix:   {finding.fix}")
         print(f"verdict {verdict(machine, findings)}")
-        if any(f.blocks for f in findings):
+        if blocked:
             raise typer.Exit(1)
 
 
@@ -194,8 +197,9 @@ def plan(
         name = model or (config.model.name_or_path if config else "")
         if not name:
             raise UserError("--model: missing\n  fix:   give a config.json, a folder or a known name, or a run.yaml")
-        where = load_machine(machine) if machine else this_machine(probe())
-        request = make_request(config, tokens_per_step, seq_len)
+        device = config.placement.device if config else "auto"
+        where = load_machine(machine) if machine else this_machine(probe(), device)
+        request = make_request(config, where, tokens_per_step, seq_len)
         notice = partial(print, file=sys.stderr, flush=True)
         found = make_plan(load_model_spec(name, notice), where, request, run_file=config is not None)
         lines = list(report(found, tokens))

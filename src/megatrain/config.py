@@ -7,10 +7,13 @@ option that is added here is validated, documented and accepted on the command l
 from __future__ import annotations
 
 import re
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from typing import Any, Literal, get_type_hints
 
 from megatrain.errors import UserError
+
+Auto = Literal["auto"]
+"""Value of an option that is chosen for the machine at hand when a run starts (`megatrain.auto`)."""
 
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)} | {f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)}
@@ -113,8 +116,8 @@ class TrainConfig:
     epochs: int = option("Passes over the data.", 1, ge=1)
     max_steps: int | None = option("Length of the run in optimizer steps, in place of epochs.", None, ge=1)
     batch_size: int = option("Rows per optimizer step.", 16, ge=1)
-    micro_batch_size: int = option(
-        "Rows that pass through the model at a time. Changes memory and speed, not the result.", 4, ge=1
+    micro_batch_size: int | Auto = option(
+        "Rows that pass through the model at a time. Changes memory and speed, not the result.", "auto", ge=1
     )
     seed: int = option("Seed of the row order and of dropout.", 0, ge=0)
 
@@ -152,7 +155,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementConfig:
-    """Where it runs and how much memory it may take."""
+    """Where it runs and how much memory it may take. What is `auto` is chosen for the machine when the run starts."""
 
     device: Literal["auto", "cuda", "cpu"] = option("Compute device; `auto` takes a CUDA GPU, else the CPU.", "auto")
     device_memory: str | int | None = option(
@@ -163,18 +166,24 @@ class PlacementConfig:
         None,
         size=True,
     )
-    slots: int = option("Device buffers that layers stream through.", 2, ge=1)
+    pinned_memory: str | int | None = option(
+        "Most host memory that is pinned, as `8GiB`; the rest is copied through buffers of it, which is slower. "
+        "Default: what the driver allows.",
+        None,
+        size=True,
+    )
+    slots: int | Auto = option("Device buffers that layers stream through.", "auto", ge=1)
     weights: str | None = option(
-        "Weights that stay on the device instead of streaming, as `8GiB` or `30%` of them. Default: none.", None
+        "Weights that stay on the device instead of streaming, as `8GiB` or `30%` of them; null: none.", "auto"
     )
     states: str | None = option(
-        "Training state (weights, master, moments) that stays on the device, as `8GiB` or `30%`. Default: none.", None
+        "Training state (weights, master, moments) that stays on the device, as `8GiB` or `30%`; null: none.", "auto"
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeConfig:
-    """Precision and recompute. Masters and moments are always FP32."""
+    """Precision and recompute. Masters and moments are always FP32. What is `auto` is chosen with the placement."""
 
     dtype: Literal["bfloat16", "float32"] | None = option(
         "Number format of forward and backward. Default: bfloat16 on a GPU, float32 on the CPU.", None
@@ -182,20 +191,20 @@ class ComputeConfig:
     activations: str = option(
         "`recompute` each layer in backward but for what it is given, or `selective`: attention's output is kept too, "
         "or `keep` what it saved; by shares, as `30%` (to keep) or `keep 20%, selective 50%`.",
-        "recompute",
+        "auto",
     )
-    boundaries: Literal["device", "host"] = option(
-        "Where the inputs of layers wait for backward; `host` takes them out of device memory.", "device"
+    boundaries: Literal["auto", "device", "host"] = option(
+        "Where the inputs of layers wait for backward; `host` takes them out of device memory.", "auto"
     )
-    boundary_every: int = option(
+    boundary_every: int | Auto = option(
         "Keep the input of every so many layers only, and compute those between again: less memory, more arithmetic.",
-        1,
+        "auto",
         ge=1,
     )
-    order: Literal["layer", "micro_batch"] = option(
+    order: Literal["auto", "layer", "micro_batch"] = option(
         "All micro-batches through a layer before the next layer, or all layers for a micro-batch before the next one: "
         "activations of one micro-batch at a time, for models whose weights all stay on the device.",
-        "layer",
+        "auto",
     )
     gradient_dtype: Literal["bfloat16", "float32"] | None = option(
         "Number format of gradients in host memory. Default: that of compute.dtype.", None
@@ -273,3 +282,12 @@ def options(cls: type = RunConfig, prefix: str = "") -> dict[str, tuple[Field[An
         else:
             found[prefix + f.name] = (f, hints[f.name])
     return found
+
+
+def flat_options(config: RunConfig) -> dict[str, Any]:
+    """Every option's value by its dotted name, as JSON; part of a save."""
+    return {
+        name if part is None else f"{name}.{part}": value
+        for name, section in asdict(config).items()
+        for part, value in (section.items() if isinstance(section, dict) else ((None, section),))
+    }

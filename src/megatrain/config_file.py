@@ -20,10 +20,11 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    WrapValidator,
     create_model,
 )
 
-from megatrain.config import RunConfig, options, parse_bytes
+from megatrain.config import Auto, RunConfig, options, parse_bytes
 from megatrain.errors import UserError
 
 # What people who come from LLaMA-Factory, Hugging Face, TRL, Axolotl or litgpt write, and our name for it.
@@ -161,7 +162,9 @@ def _validated(cls: type) -> type[BaseModel]:
                     else Field(**f.metadata["limits"])
                 )
                 optional = type(None) in get_args(kind)
-                number = Annotated[plain, limits, _number(plain)]
+                number: Any = Annotated[plain, limits, _number(plain)]
+                if Auto in get_args(kind):
+                    number = Annotated[number, WrapValidator(lambda v, check: v if v == "auto" else check(v))]
                 kind = number | None if optional else number
         default: dict[str, Any] = {"default": f.default, "default_factory": f.default_factory}
         if "section" in f.metadata and f.default_factory is not MISSING:
@@ -176,18 +179,21 @@ _FILE_MODEL = _validated(RunConfig)
 def expected(name: str) -> str:
     """What the option ``name`` accepts, in words: ``a number above 0 and at most 1``, ``one of drop, truncate``."""
     f, kind = options()[name]
-    parts = [t for t in (get_args(kind) if type(None) in get_args(kind) else (kind,)) if t is not type(None)]
+    union = get_origin(kind) not in (None, Literal, dict)
+    parts = [t for t in (get_args(kind) if union else (kind,)) if t is not type(None)]
     choices = [str(choice) for t in parts if get_origin(t) is Literal for choice in get_args(t)]
     words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     limits = " and ".join(f"{words[k]} {v:g}" for k, v in f.metadata["limits"].items())
-    if choices:
+    numbers = int in parts or float in parts
+    if choices and not numbers:
         text = "one of " + ", ".join(choices)
     elif f.metadata["size"]:
         text = "a size such as 400MiB or 24GiB"
     elif bool in parts:
         text = "true or false"
-    elif int in parts or float in parts:
+    elif numbers:
         text = " ".join(filter(None, ["a whole number" if int in parts else "a number", limits]))
+        text = " or ".join([text, *choices])
     else:
         text = "a text" if parts == [str] else "a mapping of texts"
     return text + (" or null" if type(None) in get_args(kind) else "")
@@ -281,7 +287,7 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
     except ValidationError as e:
         lines = [_message(error, path or "the command line") for error in e.errors()]
         raise UserError("\n".join(dict.fromkeys(lines))) from None
-    config: RunConfig = _frozen(RunConfig, checked.model_dump())
+    config: RunConfig = _frozen(RunConfig, checked.model_dump(warnings=False))  # of `auto` in the place of a number
     return config
 
 

@@ -1,7 +1,7 @@
 """What the operations of a step cost on a machine: seconds of each, and bytes of each buffer. No torch.
 
-The micro-batches of a step are counted together: in a program they follow each other unit by unit, so their times and
-what they hold add up, and one of them alone takes workspace.
+The micro-batches of a workload are counted together: where they follow each other unit by unit, their times and what
+they hold add up, and one of them alone takes workspace.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatrain.engine._rings import Rings
+from megatrain.engine.placement import Mode
 from megatrain.engine.program import Buffer, Op, UnitSpec
 from megatrain.layout import mapping_bytes, slab_bytes, store_bytes
 from megatrain.machines import MachineSpec
@@ -19,11 +20,19 @@ from megatrain.model_spec import ModelSpec, UnitShape
 LAUNCH = 20e-6
 """Seconds from one operation of a lane to the next."""
 
+EAGER_LAUNCH = 500e-6
+"""The same where a layer's kernels are started one by one: some fifty of them."""
+
 LIBRARIES = 600 << 20
 """Device bytes of the driver's context and the libraries' workspaces."""
 
+EAGER_KEPT = 1.7
+"""What autograd saves of a layer that is not compiled, as a multiple of `ModelSpec.kept_elements`: 1.25 to 1.65 over
+Llama, Qwen and Phi layers in both dtypes, measured on the CPU."""
+
 _LOSS_ENTRY_BYTES = 12  # of device memory traffic per logit: compiled cross-entropy, both ways
 _LOSS_ENTRY_HELD = 6  # bytes per logit of a chunk at its peak
+_EAGER_LOSS_HELD = 17  # the same where nothing is compiled
 _UPDATE_BYTES = 28  # of traffic per parameter: states and gradient read, states and weights written
 _SUM_BYTES = 12  # of traffic per parameter: gradient added, rounded, squared
 _RESOLVE = 0.001  # of a plain update, when nothing was clipped
@@ -32,23 +41,36 @@ _BYTES = {"bfloat16": 2, "float32": 4}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What a step has to do: ``rows`` sequences of ``seq_len`` tokens, in equal micro-batches."""
+    """What a program has to do: ``rows`` sequences of ``seq_len`` tokens, ``micro_rows`` of them at a time."""
 
     rows: int
     seq_len: int
-    micro_batches: int
+    micro_rows: int
     compute_dtype: str = "bfloat16"
     gradient_dtype: str = "bfloat16"
+    mean_tokens: float | None = None
+    """Tokens of a usual step, padding counted: its times are those of this many; its bytes are those of the largest."""
+    compiled: bool = True
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of the workload."""
+        return -(-self.rows // self.micro_rows)
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """Tokens of the largest step."""
         return self.rows * self.seq_len
 
     @property
+    def timed_tokens(self) -> float:
+        """Tokens of the step whose times are told."""
+        return self.tokens if self.mean_tokens is None else self.mean_tokens
+
+    @property
     def micro_tokens(self) -> int:
-        """Tokens of a micro-batch."""
-        return self.tokens // self.micro_batches
+        """Tokens of the largest micro-batch."""
+        return self.micro_rows * self.seq_len
 
     @property
     def compute_bytes(self) -> int:
@@ -63,34 +85,48 @@ class Workload:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds and bytes of one workload of one model on one machine."""
+    """Seconds and bytes of one workload of one model on one machine.
+
+    ``loss_memory``: device bytes that chunks of the loss are a share of.
+    """
 
     model: ModelSpec
     machine: MachineSpec
     workload: Workload
+    loss_memory: int
 
     @cached_property
     def _units(self) -> dict[str, UnitShape]:
         return {unit.name: unit for unit in self.model.units}
 
+    @property
+    def _half(self) -> bool:
+        return self.workload.compute_dtype == "bfloat16"
+
+    @cached_property
+    def _attention(self) -> float:
+        """Seconds of one layer's attention products in forward over all tokens."""
+        tokens = self.workload.timed_tokens
+        rate = self.machine.attention_rate if self._half else self.machine.fp32_rate
+        return tokens * self.model.attention_flops(tokens / self.workload.rows) / rate
+
     @cached_property
     def _forward(self) -> dict[str, float]:
-        """Seconds of a unit's forward over all tokens."""
-        half = self.workload.compute_dtype == "bfloat16"
-        tokens, machine = self.workload.tokens, self.machine
-        layer = machine.layer_rate if half else machine.fp32_rate
-        attention = machine.attention_rate if half else machine.fp32_rate
-        head = machine.head_rate if half else machine.fp32_rate
+        """Seconds of a unit's forward over all tokens: a micro-batch takes at least the time to read the weights."""
+        machine, work = self.machine, self.workload
+        layer, head = (machine.layer_rate, machine.head_rate) if self._half else (machine.fp32_rate, machine.fp32_rate)
         each: dict[str, float] = {}
         for unit in self.model.units:
             rate = head if unit is self.model.units[-1] else layer
-            each[unit.name] = tokens * self.model.matrix_flops(unit) / rate
+            flops = self.model.matrix_flops(unit)
+            reading = work.micro_batches * flops / 2 * work.compute_bytes / machine.gpu_memory_rate
+            each[unit.name] = max(work.timed_tokens * flops / rate, reading)
             if unit.structure >= 0:
-                each[unit.name] += tokens * self.model.attention_flops(self.workload.seq_len) / attention
+                each[unit.name] += self._attention
         return each
 
-    def seconds(self, op: Op, *, kept: bool) -> float:
-        """How long an operation takes; ``kept``: its unit need not compute its activations again."""
+    def seconds(self, op: Op, mode: Mode) -> float:
+        """How long an operation takes; ``mode``: what its unit keeps for its backward."""
         numel = self._units[op.unit].layout.numel if op.unit else 0
         machine, work = self.machine, self.workload
         memory = numel / machine.gpu_memory_rate
@@ -99,14 +135,18 @@ class Costs:
                 return LAUNCH + numel * work.compute_bytes / machine.h2d_rate
             case "DRAIN":
                 return LAUNCH + numel * work.gradient_bytes / machine.d2h_rate
-            case "FORWARD":
-                return LAUNCH * work.micro_batches + self._forward[op.unit]
+            case "OFFLOAD" | "RELOAD":
+                boundary = work.timed_tokens * self.model.width * work.compute_bytes
+                rate = machine.d2h_rate if op.kind == "OFFLOAD" else machine.h2d_rate
+                return LAUNCH * work.micro_batches + boundary / rate
+            case "FORWARD" | "RECOMPUTE":
+                return self._launch * work.micro_batches + self._forward[op.unit]
             case "BACKWARD":
-                passes = 2 if kept else 3
-                sums = memory * _SUM_BYTES * work.micro_batches
-                return LAUNCH * work.micro_batches + passes * self._forward[op.unit] + sums
+                forward, sums = self._forward[op.unit], memory * _SUM_BYTES * work.micro_batches
+                again = {"keep": 0.0, "selective": forward - self._attention, "recompute": forward}[mode]
+                return self._launch * work.micro_batches + 2 * forward + again + sums
             case "LOSS":
-                entries = work.tokens * self.model.vocabulary * _LOSS_ENTRY_BYTES / machine.gpu_memory_rate
+                entries = work.timed_tokens * self.model.vocabulary * _LOSS_ENTRY_BYTES / machine.gpu_memory_rate
                 return LAUNCH * work.micro_batches + 3 * self._forward[op.unit] + entries + memory * _SUM_BYTES
             case "UPDATE" if op.lane == "compute":
                 return LAUNCH + memory * _UPDATE_BYTES
@@ -119,52 +159,69 @@ class Costs:
             case _:
                 return LAUNCH
 
-    def buffer_bytes(self, buffer: Buffer) -> int:
-        """Device bytes of a buffer that comes and goes, all micro-batches together."""
+    @property
+    def _launch(self) -> float:
+        return LAUNCH if self.workload.compiled else EAGER_LAUNCH
+
+    def buffer_bytes(self, buffer: Buffer, mode: Mode) -> int:
+        """Device bytes of a buffer that comes and goes, all micro-batches together; ``mode``: that of its unit."""
         work = self.workload
         match buffer[0]:
             case "act" | "dhid":
-                return work.tokens * self.model.width * work.compute_bytes
+                return self.boundary_bytes
             case "batch":
                 return work.tokens * 32  # ids, targets, positions, places: 8 bytes each
             case "context":
                 return 2 * work.tokens * self.model.head_dim * work.compute_bytes
             case "graph" if self._units[str(buffer[1])].structure >= 0:
-                return work.tokens * self.model.kept_elements * work.compute_bytes
+                return work.tokens * self._graph_bytes(mode)
             case _:
                 return 0
 
-    def workspace(self, op: Op, *, kept: bool) -> int:
-        """Device bytes that an operation takes while it runs."""
+    @property
+    def boundary_bytes(self) -> int:
+        """Of one unit's input, all micro-batches together."""
+        return self.workload.tokens * self.model.width * self.workload.compute_bytes
+
+    def _graph_bytes(self, mode: Mode) -> int:
+        """Of a token's part in one layer's graph, besides its input."""
+        if mode == "selective":
+            return self.model.selective_bytes(self.workload.compute_bytes)
+        kept = self.model.kept_elements * (1 if self.workload.compiled else EAGER_KEPT)
+        return int(kept) * self.workload.compute_bytes if mode == "keep" else 0
+
+    def workspace(self, op: Op, mode: Mode) -> int:
+        """Device bytes that an operation takes while it runs; ``mode``: what its unit keeps for its backward."""
         work, unit = self.workload, self._units.get(op.unit)
-        if unit is None or op.kind not in ("FORWARD", "BACKWARD", "LOSS"):
+        if unit is None or op.kind not in ("FORWARD", "RECOMPUTE", "BACKWARD", "LOSS"):
             return 0
         token = work.micro_tokens * work.compute_bytes
         if op.kind == "LOSS":
             chunk = min(work.micro_tokens, self.loss_chunk())
-            return chunk * (self.model.vocabulary * _LOSS_ENTRY_HELD + 8 * self.model.width) + token * self.model.width
+            held = _LOSS_ENTRY_HELD if work.compiled else _EAGER_LOSS_HELD
+            return chunk * (self.model.vocabulary * held + 8 * self.model.width) + token * self.model.width
         gradients = unit.layout.numel * work.compute_bytes
         if unit.structure < 0:
             return token * self.model.width + (gradients if op.kind == "BACKWARD" else 0)
-        if op.kind == "FORWARD":
-            held = self.model.kept_elements if kept else 3 * self.model.intermediate + self.model.width
-            return token * (held + self.model.width)
-        if kept:
-            return token * (self.model.workspace_elements - self.model.kept_elements) + gradients
-        return max(
-            token * self.model.workspace_elements,
-            token * (self.model.intermediate + 2 * self.model.width) + gradients,
-        )
+        model = self.model
+        if op.kind != "BACKWARD":
+            passing = model.width if mode == "keep" else 3 * model.intermediate + 2 * model.width
+            return work.micro_tokens * self._graph_bytes(mode) + token * passing
+        passing = (model.intermediate if work.compiled else 2 * model.intermediate) + model.width
+        if mode == "keep":
+            return token * passing + gradients
+        again = work.micro_tokens * self._graph_bytes("keep")
+        return max(again + token * passing, token * (passing + model.width) + gradients)
 
     def loss_chunk(self) -> int:
         """Tokens whose logits exist at a time."""
-        share = min(8 << 30, self.machine.gpu_memory // 12)
+        share = min(8 << 30, self.loss_memory // 12)
         return max(16, min(8192, share // (16 * self.model.vocabulary)))
 
     def fixed_device_bytes(self, units: list[UnitSpec], rings: Rings) -> Counter[str]:
         """Device bytes by label of what stays for the whole run."""
         work = self.workload
-        fixed: Counter[str] = Counter({"libraries": LIBRARIES})
+        fixed: Counter[str] = Counter({"libraries": 0 if self.machine.unified else LIBRARIES})
         resident = [unit.numel for unit in units if unit.state_resident]
         fixed["resident state"] = sum(slab_bytes(n, work.compute_bytes, work.gradient_bytes) for n in resident)
         for ring, numel in rings.slot_numel.items():
@@ -176,12 +233,18 @@ class Costs:
             fixed["gradient sums"] = 4 * sum(rings.sum_numel.values())
         return +fixed
 
-    def host_bytes(self, units: list[UnitSpec], *, speculative: bool) -> dict[str, int]:
-        """Host bytes by label."""
+    def host_bytes(self, units: list[UnitSpec], *, speculative: bool, boundaries: int = 0) -> dict[str, int]:
+        """Host bytes by label; ``boundaries`` of them wait there for backward."""
         work = self.workload
         numels = [unit.numel for unit in units if not unit.state_resident]
         state = store_bytes(numels, work.compute_bytes, work.gradient_bytes)
         gradient = sum(numels) * work.gradient_bytes
-        marks = sum(mapping_bytes(numel // 4096) for numel in numels) if speculative else 0
-        labels = {"masters and moments": state - gradient, "gradients": gradient, "marks of speculation": marks}
+        early = [unit.numel for unit in units if unit.speculates and not unit.state_resident] if speculative else []
+        marks = sum(mapping_bytes(numel // 4096) for numel in early)
+        labels = {
+            "masters and moments": state - gradient,
+            "gradients": gradient,
+            "marks of speculation": marks,
+            "boundary activations": mapping_bytes(boundaries) if boundaries else 0,
+        }
         return {label: nbytes for label, nbytes in labels.items() if nbytes}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
 
 from megatrain.errors import UserError
 from megatrain.machine import GIB, Machine, disk_free
+from megatrain.machines import keep_measured, measured_file, measured_lines
 
 # Host memory per parameter: FP32 master, two FP32 moments, and a BF16 gradient.
 _BYTES_PER_PARAMETER = 14
@@ -38,6 +40,29 @@ def examine(machine: Machine, folder: Path) -> list[Finding]:
     ]
 
 
+def measured_rates(machine: Machine, folder: Path, progress: Callable[[str], None]) -> Iterator[Finding]:
+    """What links, arithmetic, optimizer and disk reach: measured once for this hardware and these versions.
+
+    The planner goes by it from then on. ``progress`` is told what is measured next.
+    """
+    cpu = not machine.gpus
+    file = measured_file(machine, cpu=cpu)
+    lines = measured_lines(file)
+    if not lines:
+        progress("starting to measure")
+        from megatrain.rates import measure
+
+        try:
+            figures, lines = measure(machine, "cpu" if cpu else "cuda", folder, progress)
+        except (UserError, RuntimeError, OSError) as error:
+            yield Finding("rates", f"not measured: {str(error).splitlines()[0]}")
+            return
+        keep_measured(machine, figures, lines, cpu=cpu)
+    yield from (Finding(*line) for line in lines)
+    if file.is_file():
+        yield Finding("kept", f"{file}, for megatrain plan and train; remove it to measure again")
+
+
 def verdict(machine: Machine, findings: list[Finding]) -> str:
     """One sentence: what can be trained here, or what stands in the way."""
     blocking = [f.subject for f in findings if f.blocks]
@@ -53,6 +78,8 @@ def verdict(machine: Machine, findings: list[Finding]) -> str:
 
 def _cores(machine: Machine) -> Finding:
     text = f"{machine.cores} of {machine.cores_present} cores allowed"
+    if machine.cores_by_node:
+        text += f", on {len(machine.cores_by_node)} NUMA nodes of {', '.join(map(str, machine.cores_by_node))}"
     few = machine.gpus and machine.cores < 4
     return Finding("cores", text, "allow this process at least 4 cores: they run the optimizer" if few else "")
 
@@ -61,6 +88,9 @@ def _memory(machine: Machine) -> Finding:
     free, total = machine.memory_free / GIB, machine.memory / GIB
     text = f"{free:.1f} of {total:.1f} GiB free, limited by {machine.memory_limited_by}"
     fix = "in .wslconfig, set [wsl2] memory= to what Windows can spare" if machine.wsl else ""
+    if machine.huge_pages == "never":
+        text += ", no huge pages"
+        fix = fix or "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
     return Finding("memory", text, fix)
 
 
@@ -87,7 +117,9 @@ def _gpu(machine: Machine) -> list[Finding]:
 def _pinned(machine: Machine) -> Finding:
     if machine.wsl:
         return Finding(
-            "pinned", "WSL pins at most half of its memory", "give WSL twice the memory that the model needs"
+            "pinned",
+            f"WSL pins at most half of its memory, {machine.memory / 2 / GIB:.1f} GiB; the rest passes through buffers",
+            "give WSL twice the memory that the model needs, or go on: copies of the rest are several times slower",
         )
     if machine.locked_limit is None:
         return Finding("pinned", "no limit on locked memory")

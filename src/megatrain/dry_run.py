@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from dataclasses import MISSING
 from itertools import groupby
 
-from megatrain.config import RunConfig, options
+from megatrain.config import RunConfig, flat_options, options
 from megatrain.datasets import Row
 from megatrain.datasets._encode import Encoder
 from megatrain.loggers._screens import data_line, model_line, size
 from megatrain.preflight import Prepared
-from megatrain.resume import flat_options
 from megatrain.trainer import data_figures
 
 _ROWS = 2
@@ -21,10 +20,11 @@ _LONGEST = 600  # characters of a row that are shown
 def describe(prepared: Prepared) -> Iterator[str]:
     """The options that are not the defaults, the first rows, and last the model, data, steps, memory and disk."""
     yield "options (all others have the defaults of docs/config.md):"
-    yield from (f"        {line}" for line in _given(prepared.config))
+    yield from (f"        {line}" for line in _given(prepared.asked))
     for number, row in enumerate(prepared.data.rows[:_ROWS], 1):
         yield f"row {number}   {len(row)} tokens; trained on is what stands in [[ ]]:"
         yield from (f"        {line}" for line in marked_text(prepared.data.encoder, row).splitlines())
+    yield from prepared.choice.lines
     yield model_line(prepared.name, prepared.parameters, prepared.dtype)
     yield data_line(data_figures(prepared.data))
     for line, bad in prepared.data.bad[:10]:
@@ -35,7 +35,7 @@ def describe(prepared: Prepared) -> Iterator[str]:
         f"steps   {prepared.total_steps:,} of at most {micro_batches} x {rows} rows x {tokens:,} tokens · "
         f"rate {schedule.rate(0):.2e} .. {schedule.peak:.2e} .. {schedule.rate(last):.2e}"
     )
-    device = prepared.config.placement.device_memory or "all that is free"
+    device = prepared.asked.placement.device_memory or "all that is free"
     yield f"memory  {prepared.device} {device} · host {size(prepared.host_bytes)} of {size(prepared.host_limit)} free"
     yield f"disk    each save {size(prepared.save_bytes)}, free {size(prepared.disk_free)}"
     yield "dry run: nothing was trained or written"

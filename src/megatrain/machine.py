@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from megatrain import numa
+
 GIB = 1024**3
 
 
@@ -31,6 +33,7 @@ class Machine:
 
     ``memory`` is what the container or the machine has, ``memory_free`` what is left of it; ``locked_limit`` is the
     most that may be pinned (None: no limit). ``gpu_problem`` says why no GPU was found, where that is known.
+    ``cores_by_node`` are those of the NUMA nodes, or of the machine; ``huge_pages`` is the kernel's mode.
     """
 
     cores: int
@@ -43,6 +46,9 @@ class Machine:
     gpu_problem: str
     system: str
     wsl: bool
+    cpu: str = ""
+    cores_by_node: tuple[int, ...] = ()
+    huge_pages: str = ""
 
 
 def probe() -> Machine:
@@ -62,15 +68,38 @@ def probe() -> Machine:
         gpu_problem=problem,
         system=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         wsl="microsoft" in release or "wsl" in release,
+        cpu=_field(Path("/proc/cpuinfo"), "model name"),
+        cores_by_node=tuple(len(node.cores) for node in numa.nodes()),
+        huge_pages=_chosen(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
     )
+
+
+def _field(file: Path, name: str) -> str:
+    """The value of the first ``name : value`` line; empty where there is none."""
+    try:
+        lines = file.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
+
+
+def _chosen(file: Path) -> str:
+    """The word in brackets, of a kernel setting such as ``always [madvise] never``; empty where there is none."""
+    try:
+        return file.read_text().partition("[")[2].partition("]")[0]
+    except OSError:
+        return ""
 
 
 def disk_free(folder: str | Path) -> int:
     """Bytes free where ``folder`` is or would be made."""
+    return shutil.disk_usage(existing(folder)).free
+
+
+def existing(folder: str | Path) -> Path:
+    """The folder, or the nearest one around it that exists."""
     path = Path(folder).absolute()
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free
+    return next(place for place in (path, *path.parents) if place.is_dir())
 
 
 def _memory() -> tuple[int, int, str]:

@@ -62,6 +62,7 @@ class Model:
         slots: int = 2,
         device_memory: str | int | None = None,
         host_memory: str | int | None = None,
+        pinned_memory: str | int | None = None,
         activations: str | Sequence[str] = "recompute",
         boundaries: str = "device",
         boundary_every: int = 1,
@@ -87,17 +88,17 @@ class Model:
         take longer than backward, a part is faster: the next forward then starts while the other units, which it needs
         later, are updated. ``slots`` is the number of layers that the device holds at a time. ``device_memory`` and
         ``host_memory`` are limits such as ``"400MiB"``; what does not fit raises `UserError` before anything runs.
-        ``activations`` is ``"recompute"``, ``"selective"`` (the output of attention is kept), ``"keep"``, a share of
-        the layers to keep (``"30%"``, the last ones), ``"keep 20%, selective 50%"``, or their names.
+        ``pinned_memory`` limits what of the host memory the device copies by itself; the rest is copied through buffers
+        of it. ``activations`` is ``"recompute"``, ``"selective"`` (the output of attention is kept), ``"keep"``, a
+        share of the layers to keep (``"30%"``, the last ones), ``"keep 20%, selective 50%"``, or their names.
         ``boundaries="host"`` moves the inputs of layers to host memory until backward; ``boundary_every=k`` keeps only
         every k-th, and computes the others again; ``order="micro_batch"`` takes a micro-batch through the whole model
-        before the next one, for which all weights must be on the device.
-        ``gradient_dtype`` is what gradients leave the device in, by default the compute dtype. ``seed`` is the seed of
-        dropout. ``loss_chunk_tokens`` bounds the tokens whose logits exist at once. ``compile`` compiles the layers
-        with torch.compile (default: on CUDA); results then differ in rounding. ``weights_on_device`` and
-        ``states_on_device`` keep weights, or all training state, of some units on the device: bytes, a share, or
-        names of units (``"embedding"``, ``"layers.0"`` ..., ``"head"``); an update on a GPU equals the host's to
-        rounding.
+        before the next one, for which all weights must be on the device. ``gradient_dtype`` is what gradients leave the
+        device in, by default the compute dtype. ``seed`` is the seed of dropout. ``loss_chunk_tokens`` bounds the
+        tokens whose logits exist at once. ``compile`` compiles the layers with torch.compile (default: on CUDA);
+        results then differ in rounding. ``weights_on_device`` and ``states_on_device`` keep weights, or all training
+        state, of some units on the device: bytes, a share, or names of units (``"embedding"``, ``"layers.0"`` ...,
+        ``"head"``); an update on a GPU equals the host's to rounding.
         """
         whole("seed", seed, 0)
         self._optimizer = AdamW() if optimizer is None else optimizer
@@ -122,6 +123,7 @@ class Model:
                 slots=slots,
                 device_memory=device_memory,
                 host_memory=host_memory,
+                pinned_memory=pinned_memory,
                 activations=activations,
                 speculated=speculated,
                 boundaries=boundaries,
@@ -144,12 +146,14 @@ class Model:
         path: str | Path,
         *,
         progress: Progress | None = None,
+        before_loading: Callable[[Self], None] | None = None,
         trust_remote_code: bool = False,
         **options: Any,
     ) -> Self:
         """Load a Hugging Face checkpoint folder (safetensors), each tensor straight into its place.
 
-        ``progress(phase, done, total)`` is called with bytes. Other options are those of the constructor. Raises
+        ``progress(phase, done, total)`` is called with bytes; ``before_loading`` with the model while it has no weights
+        yet, to `reserve` a step before minutes of reading. Other options are those of the constructor. Raises
         `UserError` when files are missing, damaged or do not fit the model.
         """
         folder = _path("model.name_or_path", path)
@@ -160,6 +164,8 @@ class Model:
         refuse_converted_files(config)
         model = cls(config, trust_remote_code=trust_remote_code, **options)
         try:
+            if before_loading is not None:
+                before_loading(model)
             model._load(files, progress)
         except BaseException:
             model.close()

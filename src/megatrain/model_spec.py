@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -16,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from megatrain._durable import cache_folder, keep
 from megatrain.errors import UserError
 from megatrain.layout import Layout, build_layout
 
@@ -73,7 +73,7 @@ class ModelSpec:
             return 2.0 * self.width * self.vocabulary
         return 2.0 * sum(p.numel for p in unit.layout.parameters if len(p.shape) >= 2)
 
-    def attention_flops(self, seq_len: int) -> float:
+    def attention_flops(self, seq_len: float) -> float:
         """Forward FLOPs per token of one layer's attention products in a sequence of ``seq_len``, causal."""
         return 2.0 * (seq_len + 1) * self.heads * self.head_dim
 
@@ -81,6 +81,11 @@ class ModelSpec:
         """FLOPs of forward and backward, without recompute."""
         matrices = sum(self.matrix_flops(unit) for unit in self.units)
         return 3 * (matrices + self.layers * self.attention_flops(seq_len))
+
+    def selective_bytes(self, item: int) -> int:
+        """Per token, what the output of one layer's attention takes: ``item`` bytes an element, and an FP32 logarithm
+        of its sum of exponentials for each head."""
+        return self.heads * (self.head_dim * item + 4)
 
     @property
     def kept_elements(self) -> int:
@@ -91,11 +96,6 @@ class ModelSpec:
         """
         queries, keys = self.heads * self.head_dim, self.key_value_heads * self.head_dim
         return 3 * self.intermediate + 3 * queries + 3 * keys + 3 * self.width
-
-    @property
-    def workspace_elements(self) -> int:
-        """Per token, what one layer's recompute and backward take at their peak, in elements of the compute dtype."""
-        return self.kept_elements + self.intermediate + self.width
 
 
 def known_models() -> list[str]:
@@ -197,27 +197,12 @@ def _read(file: Path) -> dict[str, Any]:
 def _of_config(config: dict[str, Any], name: str, file: Path, notice: Callable[[str], None]) -> ModelSpec:
     version = metadata.version("transformers")
     key = hashlib.sha256(json.dumps([_FORM, version, config], sort_keys=True).encode()).hexdigest()[:32]
-    cached = _cache_folder() / f"{key}.json"
+    cached = cache_folder("models") / f"{key}.json"
     try:
         return spec_from_data(name, json.loads(cached.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError):  # not there, or damaged: make it again
         pass
     notice(f"model   building {file} without weights, once (transformers {version})")
     data = spec_data(config)
-    _write(cached, json.dumps(data))
+    keep(cached, json.dumps(data))
     return spec_from_data(name, data)
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatrain" / "models"
-
-
-def _write(file: Path, text: str) -> None:
-    """Whole or not at all; a cache that cannot be written is no reason to stop."""
-    part = file.with_name(f"{file.name}.{os.getpid()}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text, encoding="utf-8")
-        part.replace(file)
-    except OSError:
-        part.unlink(missing_ok=True)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from megatrain.config import RunConfig, parse_bytes
+from megatrain.auto import request_of
+from megatrain.config import RunConfig
 from megatrain.errors import UserError
 from megatrain.loggers._screens import count, disk_size, duration, size
+from megatrain.machines import MachineSpec
 from megatrain.planner import Option, Plan
 from megatrain.search import DEVICE_MARGIN, HOST_MARGIN, PROCESS_BYTES, Request
 from megatrain.timeline_page import page
@@ -20,10 +23,13 @@ DEFAULT_SEQ_LEN = 4096
 _LANES = {"compute": "GPU arithmetic", "h2d": "host to GPU", "d2h": "GPU to host", "optimizer": "CPU optimizer"}
 
 
-def make_request(config: RunConfig | None, tokens_per_step: int | None, seq_len: int | None) -> Request:
+def make_request(
+    config: RunConfig | None, machine: MachineSpec, tokens_per_step: int | None, seq_len: int | None
+) -> Request:
     """The request of a run's config, or of the command line alone; options of the command line go first.
 
-    Raises `UserError` when neither gives the size of a step, or tokens are no whole number of sequences.
+    Raises `UserError` when neither gives the size of a step, tokens are no whole number of sequences, or the device of
+    the config is not that of ``machine``.
     """
     length = seq_len or (config.data.max_seq_len if config else None) or DEFAULT_SEQ_LEN
     if tokens_per_step is not None and tokens_per_step % length:
@@ -34,18 +40,25 @@ def make_request(config: RunConfig | None, tokens_per_step: int | None, seq_len:
     if config is None:
         if tokens_per_step is None:
             raise UserError("--tokens-per-step: missing\n  fix:   give it, or a run.yaml with train.batch_size")
-        return Request(rows=tokens_per_step // length, seq_len=length)
-    if config.placement.device == "cpu":
-        raise UserError("placement.device: cpu cannot be planned, only a GPU\n  fix:   placement.device=cuda")
-    return Request(
+        return Request(rows=tokens_per_step // length, seq_len=length, **_of_device(machine))
+    if config.placement.device == "cpu" and not machine.unified:
+        raise UserError(
+            f"placement.device: cpu: {machine.name} is planned for its GPU\n"
+            "  fix:   placement.device=cuda, or no --machine"
+        )
+    usual = _of_device(machine)
+    return request_of(
+        config,
         rows=tokens_per_step // length if tokens_per_step else config.train.batch_size,
         seq_len=length,
         clipping=config.optim.clipping,
-        compute_dtype=config.compute.dtype or "bfloat16",
-        gradient_dtype=config.compute.gradient_dtype,
-        device_memory=parse_bytes("placement.device_memory", config.placement.device_memory),
-        host_memory=parse_bytes("placement.host_memory", config.placement.host_memory),
+        compute_dtype=config.compute.dtype or usual["compute_dtype"],
+        compiled=usual["compiled"] if config.compute.compile is None else config.compute.compile,
     )
+
+
+def _of_device(machine: MachineSpec) -> dict[str, Any]:
+    return {"compute_dtype": "float32" if machine.unified else "bfloat16", "compiled": not machine.unified}
 
 
 def report(plan: Plan, tokens: int) -> Iterator[str]:
@@ -56,9 +69,9 @@ def report(plan: Plan, tokens: int) -> Iterator[str]:
         f" {request.seq_len:,} = {request.rows * request.seq_len:,} tokens a step in {plan.micro_batches}"
         f" micro-batch{'es' * (plan.micro_batches > 1)}"
     )
-    yield f"        {request.compute_dtype} compute, FP32 masters; the input of every layer is stored"
+    yield f"        {request.compute_dtype} compute, FP32 masters; {_stored(plan)}"
     yield f"        {_clipping(plan)}"
-    yield from _table("GPU memory", plan.device_bytes)
+    yield from _table(f"{plan.device} memory", plan.device_bytes)
     yield f"  {'total':34} {size(plan.device_peak):>10} of {size(plan.device_limit)}, {DEVICE_MARGIN:.0%} left free"
     yield f"  peak at {plan.peak_at}"
     yield from _table("host memory", plan.host_bytes)
@@ -73,10 +86,10 @@ def report(plan: Plan, tokens: int) -> Iterator[str]:
     )
     for lane, share in plan.busy.items():
         hidden = f", {plan.hidden[lane]:.0%} of that under arithmetic" if lane in plan.hidden else ""
-        yield f"  {_LANES[lane]:34} {share:>10.0%} of the step{hidden}"
+        yield f"  {_LANES[lane].replace('GPU', plan.device):34} {share:>10.0%} of the step{hidden}"
     yield f"  {count(tokens) + ' tokens':34} {duration(tokens / plan.tokens_per_second):>10}"
     yield "set"
-    yield "  " + " ".join(plan.overrides)
+    yield "  " + shlex.join(plan.overrides)
     yield from (f"next    {_next(plan, other)}" for other in plan.next_best)
 
 
@@ -108,6 +121,11 @@ def _table(title: str, labels: dict[str, int]) -> Iterator[str]:
     yield from (f"  {label:34} {size(nbytes):>10}" for label, nbytes in labels.items())
 
 
+def _stored(plan: Plan) -> str:
+    every = "every" if plan.boundary_every == 1 else f"every {plan.boundary_every}."
+    return f"the input of {every} layer is stored{' on the host' * plan.boundaries_on_host}"
+
+
 def _clipping(plan: Plan) -> str:
     gradient = 4 if (plan.request.gradient_dtype or plan.request.compute_dtype) == "float32" else 2
     kept = f"gradients stay until the norm is known: {12 + gradient} bytes a parameter"
@@ -117,7 +135,6 @@ def _clipping(plan: Plan) -> str:
 def _next(plan: Plan, other: Option) -> str:
     """How another placement differs and what that costs."""
     different = [o for o, best in zip(other.overrides, plan.overrides, strict=True) if o != best]
-    return (
-        f"{other.seconds:.2f} s (+{other.seconds / plan.seconds - 1:.1%}), GPU {size(other.device_peak)}, host"
-        f" {size(other.host_bytes)}: {' '.join(different)}"
-    )
+    slower = f"{other.seconds:.2f} s (+{other.seconds / plan.seconds - 1:.1%})"
+    memory = f"{plan.device} {size(other.device_peak)}, host {size(other.host_bytes)}"
+    return f"{slower}, {memory}: {shlex.join(different)}"

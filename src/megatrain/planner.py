@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import Any
 
 from megatrain.checks import readable_bytes
 from megatrain.engine.simulate import Timeline
@@ -16,20 +17,13 @@ from megatrain.errors import UserError
 from megatrain.layout import slab_bytes
 from megatrain.machines import MachineSpec, known_machines, load_machine
 from megatrain.model_spec import ModelSpec, known_models, load_model_spec
-from megatrain.search import DEVICE_MARGIN, HOST_MARGIN, Candidate, Request, Search
+from megatrain.search import DEVICE_MARGIN, HOST_MARGIN, Candidate, Choice, Request, Search
 
 _SAVE_BYTES = 12  # a parameter: FP32 master and two FP32 moments
 _EXPORT_BYTES = 2  # a parameter: the exported model in bfloat16
 _WAYS_OUT = 3
+_RUNNERS_UP = 2
 _SHORTEST = 128  # tokens of a sequence that a way out proposes
-_NOT_VARIED = (
-    "placement.weights=null",
-    "compute.boundaries=device",
-    "compute.boundary_every=1",
-    "compute.order=layer",
-    "optim.speculated=100%",
-)
-_LANES = ("compute", "h2d", "d2h", "optimizer")
 _NAMES = {
     "compute": "GPU arithmetic",
     "h2d": "link to the GPU",
@@ -56,7 +50,11 @@ class Plan:
     machine: str
     parameters: int
     request: Request
+    device: str
+    """`GPU` or `CPU`."""
     micro_batches: int
+    boundary_every: int
+    boundaries_on_host: bool
     clipping: str
     """`deferred`: as if every step were clipped; `speculative`: as if none were."""
     overrides: tuple[str, ...]
@@ -96,23 +94,26 @@ def plan(model: ModelSpec, machine: MachineSpec, request: Request, *, run_file: 
     Ways out are overrides of a ``run_file``, or else options of ``megatrain plan``.
     """
     search = Search(model, machine, request)
-    found = search.best()
+    found = search.best(_RUNNERS_UP)
     if found:
         return _plan(search, found)
-    raise UserError(_refusal(search, run_file))
+    raise UserError(refusal(search, run_file))
 
 
 def _plan(search: Search, found: list[Candidate]) -> Plan:
     best, request, model = found[0], search.request, search.model
     timeline = best.timeline
     tokens = request.rows * request.seq_len
-    busy = {lane: timeline.busy(lane) for lane in _LANES}
+    busy = {lane: timeline.busy(lane) for lane in _NAMES}
     return Plan(
         model=model.name,
         machine=search.machine.name,
         parameters=model.parameters,
         request=request,
+        device=device_of(search.machine),
         micro_batches=best.choice.micro_batches,
+        boundary_every=best.choice.every,
+        boundaries_on_host=best.choice.host,
         clipping=_mode(best),
         overrides=_overrides(search, best),
         device_bytes=best.device_bytes,
@@ -128,9 +129,9 @@ def _plan(search: Search, found: list[Candidate]) -> Plan:
         tokens_per_second=tokens / timeline.seconds,
         tflops_6n=6 * model.parameters * tokens / timeline.seconds / 1e12,
         tflops_causal=model.flops_per_token(request.seq_len) * tokens / timeline.seconds / 1e12,
-        limited_by=_NAMES[max(busy, key=lambda lane: busy[lane])],
+        limited_by=limited_by(search.machine, timeline),
         busy={lane: seconds / timeline.seconds for lane, seconds in busy.items()},
-        hidden={lane: timeline.hidden(lane) / busy[lane] for lane in _LANES[1:] if busy[lane]},
+        hidden={lane: timeline.hidden(lane) / busy[lane] for lane in _NAMES if lane != "compute" and busy[lane]},
         timeline=timeline,
         next_best=tuple(
             Option(
@@ -144,37 +145,70 @@ def _plan(search: Search, found: list[Candidate]) -> Plan:
     )
 
 
+def limited_by(machine: MachineSpec, timeline: Timeline) -> str:
+    """The lane that works most, in words."""
+    name = _NAMES[max(_NAMES, key=timeline.busy)]
+    return name.replace("GPU", device_of(machine))
+
+
+def device_of(machine: MachineSpec) -> str:
+    """What computes, in words."""
+    return "CPU" if machine.unified else "GPU"
+
+
 def _mode(candidate: Candidate) -> str:
     return "speculative" if candidate.choice.speculative else "deferred"
 
 
+def settings(search: Search, candidate: Candidate) -> dict[str, Any]:
+    """The options of a run that make it this candidate, by name; those that the request fixes as it has them."""
+    choice, model = candidate.choice, search.model
+    work = search.costs(choice.micro_batches, choice.major).workload
+    numels = [unit.layout.numel for unit in model.units]
+    states = sum(slab_bytes(n, work.compute_bytes, work.gradient_bytes) for n in numels[: choice.states])
+    weights = sum(n * work.compute_bytes for n in numels[: choice.weights]) if choice.weights > choice.states else 0
+    chosen = {
+        "train.micro_batch_size": work.micro_rows,
+        "placement.slots": choice.slots,
+        "placement.weights": f"{weights // 1024}KiB" if weights else None,
+        "placement.states": f"{states // 1024}KiB" if states else None,
+        "compute.activations": _activations(choice, model.layers),
+        "compute.boundaries": "host" if choice.host else "device",
+        "compute.boundary_every": choice.every,
+        "compute.order": "micro_batch" if choice.major else "layer",
+    }
+    return chosen | dict(search.request.fixed)
+
+
+def _activations(choice: Choice, layers: int) -> str:
+    """The option's value that gives these counts: a mode for all layers, or shares."""
+    modes = {"keep": choice.kept, "selective": choice.selective}
+    if not any(modes.values()):
+        return "recompute"
+    for mode, count in modes.items():
+        if count == layers:
+            return mode
+    # Rounded up: a share takes whole layers from below.
+    shares = {mode: f"{-(-count * 10_000 // layers) / 100:g}%" for mode, count in modes.items() if count}
+    return ", ".join(share if mode == "keep" else f"{mode} {share}" for mode, share in shares.items())
+
+
 def _overrides(search: Search, candidate: Candidate) -> tuple[str, ...]:
     """What to write behind ``megatrain train run.yaml`` to get this candidate."""
-    choice, request = candidate.choice, search.request
-    work = search.costs(choice.micro_batches).workload
-    numels = [unit.layout.numel for unit in search.model.units[: choice.states]]
-    state = sum(slab_bytes(numel, work.compute_bytes, work.gradient_bytes) for numel in numels)
-    layers = search.model.layers
-    share = -(-choice.kept * 10_000 // layers) / 100  # rounded up: a share takes whole layers from below
-    kept = {0: "recompute", layers: "keep"}.get(choice.kept, f"{share:g}%")
-    return (
-        f"train.batch_size={request.rows}",
-        f"train.micro_batch_size={request.rows // choice.micro_batches}",
-        f"placement.slots={choice.slots}",
-        f"placement.states={state // 1024}KiB" if state else "placement.states=null",
-        f"compute.activations={kept}",
-        *_NOT_VARIED,
-        f"optim.clipping={_mode(candidate)}",
-    )
+    chosen = settings(search, candidate)
+    words = {"train.batch_size": search.request.rows} | chosen
+    words |= {"optim.clipping": _mode(candidate), "optim.speculated": search.request.speculated}
+    return tuple(f"{name}={'null' if value is None else value}" for name, value in words.items())
 
 
-def _refusal(search: Search, run_file: bool) -> str:
+def refusal(search: Search, run_file: bool) -> str:
+    """Why nothing fits, and up to three ways out that were planned: overrides of a ``run_file``, or else options of
+    ``megatrain plan``."""
     model, machine, request, short = search.model, search.machine, search.request, search.shortage()
     lines = [f"plan: {model.name} does not fit {machine.name} at {request.rows} x {request.seq_len} tokens a step"]
     if short.device_missing:
-        lines.append(
-            _missing("GPU memory", short.device_missing, short.device_need, DEVICE_MARGIN, f" at {short.where}")
-        )
+        what, where = f"{device_of(machine)} memory", f" at {short.where}"
+        lines.append(_missing(what, short.device_missing, short.device_need, DEVICE_MARGIN, where))
     if short.host_missing:
         lines.append(_missing("host memory", short.host_missing, short.host_need, HOST_MARGIN))
     ways = [f"  fix:     {way}" for way in islice(_ways_out(model, machine, request, run_file), _WAYS_OUT)]
@@ -214,6 +248,11 @@ def _ways_out(model: ModelSpec, machine: MachineSpec, request: Request, run_file
 
 def _changes(request: Request, machine: MachineSpec, run_file: bool) -> Iterator[list[tuple[str, Request]]]:
     """For each kind of change, overrides and what they make of the request, the mildest first."""
+    free = [{n: v for n, v in request.fixed.items() if n != name} for name in request.fixed]
+    freed = [(f"{name}=auto", replace(request, fixed=left)) for name, left in zip(request.fixed, free, strict=True)]
+    if len(freed) > 1:
+        freed.append((" ".join(f"{name}=auto" for name in request.fixed), replace(request, fixed={})))
+    yield freed
     if request.compute_dtype == "float32":
         yield [("compute.dtype=bfloat16", replace(request, compute_dtype="bfloat16", gradient_dtype=None))]
     elif request.gradient_dtype == "float32":

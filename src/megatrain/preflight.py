@@ -8,40 +8,47 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from megatrain import machine
+from megatrain import auto, machine
 from megatrain._durable import space_for
+from megatrain.checkpoint import latest_complete, read_meta
 from megatrain.config import RunConfig, parse_bytes
-from megatrain.datasets._batches import Batches
+from megatrain.datasets._batches import Batches, mean_padded_tokens
 from megatrain.datasets._load import Dataset, Progress, load_dataset
+from megatrain.devices import device_name
+from megatrain.devices._host import TOTAL_MEMORY
+from megatrain.engine.placement import resident_units
 from megatrain.errors import UserError
 from megatrain.hub import find_model
-from megatrain.layout import Layout, build_layout
+from megatrain.layout import Layout, build_layout, slab_bytes, store_bytes
 from megatrain.loggers._screens import disk_size, size
+from megatrain.machines import MachineSpec, keep_measured, this_machine
 from megatrain.model_files import ModelFiles
+from megatrain.model_spec import load_model_spec
+from megatrain.rates import measure
 from megatrain.schedule import Schedule
-from megatrain.store import Store
+from megatrain.search import PROCESS_BYTES, Request, micro_batch_counts
 
 STATE_BYTES = 12  # of host memory and of a save, per parameter: FP32 master and two FP32 moments
-_TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _EXPORT_BYTES = {"F32": 4, "float32": 4}  # all other formats take 2
-_PROCESS_BYTES = 600 << 20  # interpreter, torch, tokenizer and rows
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """What a run is made of. ``device`` is ``cuda`` or ``cpu``, ``dtype`` the compute dtype.
 
-    Bytes: ``host_bytes`` of training state in host memory, ``host_limit`` of what may be used, ``save_bytes`` of one
-    save, ``disk_free`` where the run is written.
+    ``asked`` is the configuration as it was given; ``choice`` has it without any `auto`, as ``chooser`` found it (None:
+    nothing was left to choose). Bytes: ``host_bytes`` of training state in host memory, ``host_limit`` of what may be
+    used, ``save_bytes`` of one save, ``disk_free`` where the run is written.
     """
 
-    config: RunConfig
+    asked: RunConfig
+    chooser: auto.Chooser | None
+    choice: auto.Choice
     folder: Path
     tokenizer: Any
     data: Dataset
@@ -57,35 +64,51 @@ class Prepared:
     disk_free: int
 
     @property
+    def config(self) -> RunConfig:
+        """The run's options, none of them `auto`."""
+        return self.choice.config
+
+    @property
     def name(self) -> str:
         """The model's name without its owner or path."""
-        return Path(self.config.model.name_or_path.rstrip("/")).name
+        return Path(self.asked.model.name_or_path.rstrip("/")).name
+
+    def after(self, error: UserError) -> Prepared:
+        """The run with the next choice after one that the engine refused; raises ``error`` where there is none."""
+        chooser = self.chooser
+        while chooser := chooser and chooser.after(error):
+            choice = chooser.choose()
+            if choice.config != self.config:
+                batches = _batches(choice.config, self.tokenizer, self.data)
+                return replace(self, chooser=chooser, choice=choice, batches=batches)
+        raise error
 
 
 def prepare(config: RunConfig, progress: Progress) -> Prepared:
     """Find, read and check everything that ``config`` names. Raises :class:`UserError`; writes nothing."""
+    asked, config = config, auto.with_options(config, _saved_choice(config))
     m = config.model
     folder = find_model(m.name_or_path, m.revision, m.trust_remote_code, progress)
     model_config = read_model_config(folder, m.trust_remote_code)
     files = ModelFiles(folder)
     layouts = _layouts(files, model_config)
-    parameters = sum(layout.num_parameters for layout in layouts)
+    parameters = sum(layout.num_parameters for layout in layouts.values())
     device, dtype = _device_and_dtype(config)
-    gradient = config.compute.gradient_dtype or dtype
-    host_bytes = Store.bytes_needed(layouts, _TORCH[dtype], _TORCH[gradient])
     limit = _host_limit(config)
-    if config.placement.states is None:  # else the engine says what is left for the host
-        _check_host(config, host_bytes, limit)
+    on_host = _host_bytes(config, layouts, dtype)
+    if config.placement.states is None or device == "cpu":
+        _check_host(config, on_host, limit)
     tokenizer = read_tokenizer(folder, m.trust_remote_code)
     text = model_config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     data = load_dataset(config.data, tokenizer, vocab_size=text.vocab_size, positions=positions, progress=progress)
+    progress("planning", 0, 0)
+    chooser, choice = _choose(config, folder, data, device, dtype, limit - PROCESS_BYTES - on_host, progress)
+    config = choice.config
     batches = _batches(config, tokenizer, data)
     boundaries = _boundary_bytes(config, batches, text, dtype)
-    if boundaries:
-        host_bytes = Store.bytes_needed(layouts, _TORCH[dtype], _TORCH[gradient], boundaries)
-        if config.placement.states is None:
-            _check_host(config, host_bytes, limit)
+    host_bytes = _host_bytes(config, layouts, dtype, boundaries)
+    _check_host(config, host_bytes, limit)
     total = config.train.max_steps or config.train.epochs * batches.steps_per_epoch
     _check_trace(config, total)
     schedule = Schedule.from_config(config.schedule, config.optim.lr, total)
@@ -97,7 +120,9 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     needed = saves * space_for(parameters * STATE_BYTES) + space_for(export)
     _check_disk(config, needed, saves, disk_free)
     return Prepared(
-        config=config,
+        asked=asked,
+        chooser=chooser,
+        choice=choice,
         folder=folder,
         tokenizer=tokenizer,
         data=data,
@@ -114,6 +139,71 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     )
 
 
+def _saved_choice(config: RunConfig) -> dict[str, Any]:
+    """What was chosen for the run that this one goes on with; empty for a new run."""
+    saves = Path(config.output_dir, "checkpoints")
+    resume = config.checkpoint.resume
+    save = None if resume == "no" else latest_complete(saves)[0] if resume == "auto" else Path(resume)
+    options = {} if save is None else read_meta(save)["extra"].get("options", {})
+    return {name: value for name, value in options.items() if name in auto.OPTIONS}
+
+
+def _choose(
+    config: RunConfig, folder: Path, data: Dataset, device: str, dtype: str, host_left: int, progress: Progress
+) -> tuple[auto.Chooser | None, auto.Choice]:
+    """The options without `auto`, and who chose them; ``host_left``: bytes beside all state on the host."""
+    if not auto.is_open(config):
+        return None, auto.Choice(config=config)
+    probed = machine.probe()
+    try:
+        spec, where = load_model_spec(str(folder)), _rated(probed, device, config, progress)
+    except UserError as error:  # trainable, but not known to the planner
+        why = f"plan    not for this model, so the same as everywhere: {str(error).splitlines()[0]}"
+        return None, auto.Choice(config=auto.with_options(config, auto.OPTIONS), lines=(why,))
+    if where.unified:
+        where = replace(where, gpu_memory=host_left)
+    request = _request(config, data, device, dtype, probed)
+    chooser = auto.Chooser(config=config, model=spec, machine=where, request=request)
+    return chooser, chooser.choose()
+
+
+def _rated(probed: machine.Machine, device: str, config: RunConfig, progress: Progress) -> MachineSpec:
+    """This machine with its rates; those of a GPU that nobody has measured are measured now, once."""
+    try:
+        return this_machine(probed, device)
+    except UserError:
+        folder = machine.existing(config.output_dir)
+        figures, lines = measure(probed, device, folder, lambda what: progress(f"{what}, once", 0, 0))
+        keep_measured(probed, figures, lines, cpu=device == "cpu")
+        return this_machine(probed, device)
+
+
+def _request(config: RunConfig, data: Dataset, device: str, dtype: str, probed: machine.Machine) -> Request:
+    """The largest and the usual step of a run, and its limits."""
+    lengths = [len(row) for row in data.rows]
+    rows = min(config.train.batch_size, len(lengths))
+    sizes = {-(-rows // count) for count in micro_batch_counts(rows)}
+    sizes.add(min(rows, auto.fixed_options(config).get("train.micro_batch_size", rows)))
+    budget = parse_bytes("placement.device_memory", config.placement.device_memory)
+    return auto.request_of(
+        config,
+        rows=rows,
+        seq_len=max(lengths),
+        clipping=_clipping(config),
+        compute_dtype=dtype,
+        compiled=device == "cuda" if config.compute.compile is None else config.compute.compile,
+        loss_memory=budget or (probed.gpus[0].memory if device == "cuda" and probed.gpus else TOTAL_MEMORY),
+        mean_tokens={size: mean_padded_tokens(lengths, rows, size) for size in sizes},
+    )
+
+
+def _clipping(config: RunConfig) -> str:
+    """The mode to plan for: with ``auto`` and a limit, figures that hold whether steps are clipped or not."""
+    if config.optim.clipping != "auto":
+        return config.optim.clipping
+    return "deferred" if config.optim.max_grad_norm else "speculative"
+
+
 def read_model_config(folder: Path, trust_remote_code: bool) -> Any:
     """The transformers config of ``folder``. Raises :class:`UserError` naming ``config.json`` and the field."""
     from huggingface_hub.errors import StrictDataclassError
@@ -128,22 +218,31 @@ def read_model_config(folder: Path, trust_remote_code: bool) -> Any:
         ) from None
 
 
-def _layouts(files: ModelFiles, model_config: Any) -> list[Layout]:
-    """The parts that stream, by the headers of the weight files; a tied head is counted once."""
+def _layouts(files: ModelFiles, model_config: Any) -> dict[str, Layout]:
+    """The parts that stream, in network order, by the headers of the weight files; a tied head is counted once."""
     tied = model_config.get_text_config().tie_word_embeddings
     units: dict[str, dict[str, tuple[int, ...]]] = {}
     for name in files.names:
-        layer = re.search(r"layers\.\d+\.", name)
-        part = layer[0] if layer else "embedding" if "embed" in name else "head"
+        layer = re.search(r"layers\.(\d+)\.", name)
+        part = f"layers.{layer[1]}" if layer else "embedding" if "embed" in name else "head"
         if not (tied and name == "lm_head.weight"):
             units.setdefault(part, {})[name] = files.shape(name)
-    return [build_layout(shapes) for shapes in units.values()]
+    place = {"embedding": -1, "head": len(units)}
+    names = sorted(units, key=lambda part: place.get(part) or int(part.rpartition(".")[2]))
+    return {name: build_layout(units[name]) for name in names}
+
+
+def _host_bytes(config: RunConfig, layouts: dict[str, Layout], dtype: str, boundaries: int = 0) -> int:
+    """Host memory of the training state that is not on the device, and of ``boundaries``."""
+    compute, gradient = _ITEM_BYTES[dtype], _ITEM_BYTES[config.compute.gradient_dtype or dtype]
+    sizes = {name: slab_bytes(layout.numel, compute, gradient) for name, layout in layouts.items()}
+    states = None if config.placement.states == "auto" else config.placement.states
+    away = resident_units("placement.states", states, sizes)
+    return store_bytes((layouts[n].numel for n in sizes if n not in away), compute, gradient, boundaries)
 
 
 def _device_and_dtype(config: RunConfig) -> tuple[str, str]:
-    device = config.placement.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_name(config.placement.device)
     return device, config.compute.dtype or ("bfloat16" if device == "cuda" else "float32")
 
 
@@ -153,14 +252,14 @@ def _host_limit(config: RunConfig) -> int:
 
 
 def _check_host(config: RunConfig, need: int, limit: int) -> None:
-    if need + _PROCESS_BYTES > limit:
+    if need + PROCESS_BYTES > limit:
         way_out = "a machine or container with more memory, or a smaller model"
-        if config.placement.host_memory is not None and need + _PROCESS_BYTES <= machine.probe().memory_free:
-            mebibytes = -(-(need + _PROCESS_BYTES) >> 20)
+        if config.placement.host_memory is not None and need + PROCESS_BYTES <= machine.probe().memory_free:
+            mebibytes = -(-(need + PROCESS_BYTES) >> 20)
             way_out = f"raise placement.host_memory to {mebibytes}MiB or more, or leave it out"
         raise UserError(
-            f"placement.host_memory: the training state needs {size(need)} and the process {size(_PROCESS_BYTES)}\n"
-            f"  found: {size(limit)}, {size(need + _PROCESS_BYTES - limit)} too little\n"
+            f"placement.host_memory: the training state needs {size(need)} and the process {size(PROCESS_BYTES)}\n"
+            f"  found: {size(limit)}, {size(need + PROCESS_BYTES - limit)} too little\n"
             f"  fix:   {way_out}"
         )
 
@@ -170,9 +269,9 @@ def _boundary_bytes(config: RunConfig, batches: Batches, text: Any, dtype: str) 
     if config.compute.boundaries == "device":
         return 0
     rows, tokens, micro_batches = batches.largest
-    kept = -(-text.num_hidden_layers // config.compute.boundary_every)
+    kept = -(-text.num_hidden_layers // int(config.compute.boundary_every))
     together = 1 if config.compute.order == "micro_batch" else micro_batches
-    return int(kept * together * rows * tokens * text.hidden_size * _TORCH[dtype].itemsize)
+    return int(kept * together * rows * tokens * text.hidden_size * _ITEM_BYTES[dtype])
 
 
 def _complete_saves(config: RunConfig) -> int:
@@ -234,7 +333,7 @@ def _batches(config: RunConfig, tokenizer: Any, data: Dataset) -> Batches:
     return Batches(
         data.rows,
         batch_size=config.train.batch_size,
-        micro_batch_size=config.train.micro_batch_size,
+        micro_batch_size=int(config.train.micro_batch_size),
         seed=config.train.seed,
         shuffle=config.data.shuffle,
         pad_id=pad,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megatrain.checkpoint import latest_complete
-from megatrain.config import RunConfig
+from megatrain.config import flat_options
 from megatrain.errors import UserError
 from megatrain.loggers import Logger
 from megatrain.preflight import Prepared
@@ -43,15 +42,6 @@ def find_save(resume: str, saves: Path, console: Logger, damaged: list[Path]) ->
     if save is None:
         console.note(f"resume  no save in {saves}: starting from the beginning")
     return save
-
-
-def flat_options(config: RunConfig) -> dict[str, Any]:
-    """Every option by its dotted name, as JSON; part of a save."""
-    return {
-        name if part is None else f"{name}.{part}": value
-        for name, section in asdict(config).items()
-        for part, value in (section.items() if isinstance(section, dict) else ((None, section),))
-    }
 
 
 def check_resume(prepared: Prepared, extra: dict[str, Any]) -> list[str]:

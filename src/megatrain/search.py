@@ -7,14 +7,19 @@ never slower.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import accumulate, product
+from typing import Any
 
 from megatrain.costs import Costs, Workload
+from megatrain.engine._rings import blocks_of
 from megatrain.engine.peak import planned_peak
+from megatrain.engine.placement import Mode, activation_modes, last_units, resident_units
 from megatrain.engine.program import Builder, Op, Policy, UnitSpec
 from megatrain.engine.simulate import Timeline, Waiting, derive, simulate
+from megatrain.layout import slab_bytes
 from megatrain.machines import MachineSpec
 from megatrain.model_spec import ModelSpec
 
@@ -27,7 +32,8 @@ HOST_MARGIN = 0.10
 PROCESS_BYTES = 600 << 20
 """Host bytes of interpreter, torch, tokenizer and rows."""
 
-_RUNNERS_UP = 2
+_FEW = 3  # micro-batches of a micro-batch-major program: the first, the last, and one that stands for all others
+_SAME = 1 + 1e-9  # factor between step times that do not differ
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,21 +43,42 @@ class Request:
     rows: int
     seq_len: int
     clipping: str = "auto"
+    speculated: str = "100%"
+    """Share of the model that a speculative step updates early; it is not varied."""
+    selective: bool = True
+    """Whether attention is a fused kernel, whose output can be kept by itself."""
     compute_dtype: str = "bfloat16"
     gradient_dtype: str | None = None
+    compiled: bool = True
     device_memory: int | None = None
     host_memory: int | None = None
+    loss_memory: int | None = None
+    """Device bytes that chunks of the loss are a share of, where it is not the limit."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Placement options that are set already, by their names in a run's config; the others are chosen."""
+    mean_tokens: Mapping[int, float] = field(default_factory=dict)
+    """Tokens of a usual step, padding counted, by the rows of a micro-batch; those of the largest where missing."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Choice:
-    """One candidate: the first ``states`` units live on the device, the last ``kept`` layers keep their activations."""
+    """One candidate: the first ``states`` units live on the device, the last ``kept`` layers keep their activations,
+    the ``selective`` ones before them the output of attention."""
 
     slots: int
     states: int
     kept: int
     micro_batches: int
     speculative: bool
+    weights: int = 0
+    """The first units whose weights are on the device; of those whose states are there nothing more is needed."""
+    every: int = 1
+    """Layers of a block that is computed again from its first one's input."""
+    host: bool = False
+    """Boundary activations wait on the host."""
+    major: bool = False
+    """Each micro-batch passes through the whole model before the next one."""
+    selective: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,195 +103,450 @@ class Shortage:
     where: str
 
 
-def _steps(total: int, parts: int) -> list[int]:
-    """Counts from 0 to ``total``: the first few, and even shares."""
-    return sorted({n for n in (0, 1, 2, 3, 5, 8) if n <= total} | {total * i // parts for i in range(parts + 1)})
-
-
 class Search:
-    """All candidates of one model, machine and request."""
+    """All candidates of one model, machine and request.
 
-    def __init__(self, model: ModelSpec, machine: MachineSpec, request: Request) -> None:
+    ``device_margin`` and ``host_margin``: shares of memory that stay free. Raises `UserError` when an option that the
+    request fixes is no placement.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        machine: MachineSpec,
+        request: Request,
+        *,
+        device_margin: float = DEVICE_MARGIN,
+        host_margin: float = HOST_MARGIN,
+    ) -> None:
         self.model, self.machine, self.request = model, machine, request
-        self.device_limit = _limit(machine.gpu_memory, request.device_memory, DEVICE_MARGIN)
-        self.host_limit = _limit(machine.host_memory, request.host_memory, HOST_MARGIN) - PROCESS_BYTES
+        self.device_limit = _limit(machine.gpu_memory, request.device_memory, device_margin)
+        self.host_limit = _limit(machine.host_memory, request.host_memory, host_margin) - PROCESS_BYTES
         self.costs = cache(self._make_costs)
         self._fixed_labels = cache(self._make_fixed_labels)
         self._host_labels = cache(self._make_host_labels)
+        self._moving_peak = cache(self._make_moving_peak)
+        self._starts = cache(self._make_starts)
         self._compute_seconds = cache(self._make_compute_seconds)
         self._update_seconds = cache(self._make_update_seconds)
-        self._derived: dict[tuple[int, int, bool], list[Waiting]] = {}
+        self._derived: dict[Choice, list[Waiting]] = {}
+        sizes = _sizes(model, request)
+        self._given = _counts(model, request, sizes)
+        self._early = last_units("optim.speculated", request.speculated, sizes["states"])
 
-    def best(self) -> list[Candidate]:
-        """The fastest candidate that fits and the next two, fastest first; empty when none fits."""
-        found: dict[tuple[int, int, bool], Candidate] = {}  # slots and micro-batches alone make no other plan
+    def best(self, others: int = 0) -> list[Candidate]:
+        """The fastest candidate that fits and so many ``others``, fastest first; empty when none fits."""
+        found: dict[Choice, Candidate] = {}  # slots, resident weights and micro-batches alone make no other plan
         ranked: list[Candidate] = []
-        for bound, choice in sorted((self._bound(choice), choice) for choice in self._choices):
-            if len(ranked) > _RUNNERS_UP and bound >= ranked[_RUNNERS_UP].timeline.seconds:
+        groups = [group for group in self._groups if group.states in self._possible_states]
+        for bound, group in sorted((self._bound(group), group) for group in groups):
+            if len(ranked) > others and bound >= ranked[-1].timeline.seconds:
                 break
-            candidate = self._candidate(choice)
+            if not self._may_fit(group):
+                continue
+            candidate = self._fastest(group)
             if candidate is None:
                 continue
-            kind = (choice.states, choice.kept, choice.speculative)
+            kind = replace(group, micro_batches=0, host=candidate.choice.host)
             if kind not in found or candidate.timeline.seconds < found[kind].timeline.seconds:
                 found[kind] = candidate
-                ranked = sorted(found.values(), key=lambda c: (c.timeline.seconds, c.choice))
-        return ranked[: _RUNNERS_UP + 1]
+                ranked = sorted(found.values(), key=lambda c: (c.timeline.seconds, c.choice))[: others + 1]
+        return [*map(self._frugal, ranked[:1]), *ranked[1:]]
+
+    def smallest(self) -> Candidate:
+        """The candidate that takes least of the device, whether it fits or not."""
+        choice = min(self._small, key=lambda choice: self.peak(choice)[0])
+        peak, where = self.peak(choice)
+        return Candidate(choice, self.timeline(choice), self._labels(choice, peak), self.host_bytes(choice), where)
 
     def shortage(self) -> Shortage:
         """What is missing, when nothing fits."""
-        smallest = Choice(1, 0, 0, max(c.micro_batches for c in self._choices), self.request.clipping == "speculative")
-        need, where = self.peak(smallest)
-        fitting = [smallest]
-        for choice in self._choices:
-            same = choice.slots == 1 and choice.micro_batches == smallest.micro_batches and not choice.kept
-            if same and self.peak(choice)[0] <= self.device_limit:
-                fitting.append(choice)
-        host = min(sum(self.host_bytes(choice).values()) for choice in fitting)
-        return Shortage(need, max(0, need - self.device_limit), host, max(0, host - self.host_limit), where)
+        smallest = self.smallest()
+        need = sum(smallest.device_bytes.values())
+        fitting = [choice for choice in self._small if self.peak(choice)[0] <= self.device_limit] or self._small
+        host = min(self._host_need(choice) for choice in fitting)
+        return Shortage(need, max(0, need - self.device_limit), host, max(0, host - self.host_limit), smallest.peak_at)
 
     @cached_property
-    def _choices(self) -> list[Choice]:
-        rows = self.request.rows
-        micros = [2**i for i in range(rows.bit_length()) if rows % 2**i == 0]
-        modes = {"auto": (False, True), "deferred": (False,), "speculative": (True,)}[self.request.clipping]
-        grid = product(
-            (1, 2, 3), _steps(len(self.model.units), 10), _steps(self.model.layers, 8), sorted({*micros, rows}), modes
-        )
-        every = len(self.model.units)
-        return [Choice(*each) for each in grid if not (each[1] == every and (each[0] > 1 or each[4] is not modes[0]))]
+    def _small(self) -> list[Choice]:
+        """The choices that keep as little and split the step as far as they can."""
+        most = max(group.micro_batches for group in self._groups)
+        split = [group for group in self._groups if group.micro_batches == most]
+        kept = min((group.kept, group.selective) for group in split)
+        least = [group for group in split if (group.kept, group.selective) == kept]
+        return sorted({*least, *(replace(group, host=min(self._values["host"])) for group in least)})
 
-    def _make_costs(self, micro_batches: int) -> Costs:
-        """Costs of the step in so many micro-batches."""
-        request = self.request
-        work = Workload(
-            rows=request.rows,
-            seq_len=request.seq_len,
-            micro_batches=micro_batches,
-            compute_dtype=request.compute_dtype,
-            gradient_dtype=request.gradient_dtype or request.compute_dtype,
-        )
-        return Costs(self.model, self.machine, work)
+    @cached_property
+    def _values(self) -> dict[str, list[Any]]:
+        """What each part of a choice may be. Where device and host are one memory, nothing is gained by moving."""
+        units, layers = len(self.model.units), self.model.layers
+        one = self.machine.unified
+        values: dict[str, list[Any]] = {
+            "slots": [1, 2] if one else [1, 2, 3, 4],
+            "states": [0] if one else _steps(units, 10),
+            "weights": [0] if one else _steps(units, 4),
+            "kept": _steps(layers, 8),
+            "micro_batches": micro_batch_counts(self.request.rows),
+            "every": [1, 2, 4],
+            "host": [False] if one else [False, True],
+            "major": [False] if one else [False, True],
+            "selective": [0, layers] if self.request.selective and not self._is_unfused else [0],
+        }
+        return values | {name: [value] for name, value in self._given.items()}
+
+    @property
+    def _is_unfused(self) -> bool:
+        """GPUs have no fused attention in FP32 for heads that share keys."""
+        grouped = self.model.key_value_heads < self.model.heads
+        return grouped and self.request.compute_dtype == "float32" and not self.machine.unified
+
+    @cached_property
+    def _possible_states(self) -> set[int]:
+        """How many units may have their state on the device, were there nothing but state, slots and gradients."""
+        possible = set()
+        for states in self._values["states"]:
+            labels = self._fixed_labels(min(self._values["slots"]), states, min(self._values["weights"]), False)
+            device, host = labels.total(), sum(self._host_labels(states, False, 0).values())
+            if device <= self.device_limit and host + device * self.machine.unified <= self.host_limit:
+                possible.add(states)
+        return possible
+
+    @cached_property
+    def _groups(self) -> list[Choice]:
+        """What differs in more than slots, resident weights and where boundaries wait: those that need least memory."""
+        values, units = self._values, len(self.model.units)
+        modes = {"auto": (False, True), "deferred": (False,), "speculative": (True,)}[self.request.clipping]
+        wide = {0, self.model.layers // 2, self.model.layers, *(self._values["kept"] if "kept" in self._given else ())}
+        names = ("states", "kept", "micro_batches", "every", "major", "selective")
+        groups = []
+        for states, kept, micros, every, major, selective in product(*(values[name] for name in names)):
+            if kept + selective > self.model.layers:
+                selective = self.model.layers - kept  # all that is left
+                if not selective:
+                    continue
+            # Blocks are for memory that is too small to keep more than their inputs.
+            if every > 1 and kept + selective and not {"every", "kept"} <= self._given.keys():
+                continue
+            # Micro-batch-major is for keeping the activations of one micro-batch of several.
+            if major and "major" not in self._given and (micros == 1 or every > 1 or kept not in wide):
+                continue
+            weights = units if major and "weights" not in self._given else min(values["weights"])
+            slots = min(values["slots"])
+            for speculative in modes[:1] if states == units else modes:  # no update on the host: nothing to speculate
+                host = max(values["host"]) and ("host" in self._given or not major)
+                groups.append(Choice(slots, states, kept, micros, speculative, weights, every, host, major, selective))
+        return groups
+
+    def _may_fit(self, group: Choice) -> bool:
+        """Whether any choice of a group could fit; quick to tell where none does."""
+        if self._least_device(group) > self.device_limit:
+            return False
+        places = {group.host, min(self._values["host"])}
+        return any(self._fits(replace(group, host=host)) for host in places)
+
+    def _fits(self, choice: Choice) -> bool:
+        if self._host_bytes(choice) > self.host_limit or self.peak(choice)[0] > self.device_limit:
+            return False
+        return self._host_need(choice) <= self.host_limit
+
+    def _variants(self, group: Choice) -> Iterator[Choice]:
+        """The choices of a group, those before others that are never faster."""
+        values = self._values
+        hosts = sorted({group.host, min(values["host"])})
+        slots, weights = sorted(values["slots"], reverse=True), sorted(values["weights"], reverse=True)
+        if group.major or group.states == len(self.model.units):
+            slots, weights = [group.slots], [group.weights]
+        for host, number, resident in product(hosts, slots, weights):
+            if resident > group.states or resident == weights[-1]:
+                yield replace(group, host=host, slots=number, weights=resident)
+
+    def _fastest(self, group: Choice) -> Candidate | None:
+        """The fastest of a group that fits: more slots, more resident weights and fewer copies are never slower."""
+        found: list[Candidate] = []
+        for choice in self._variants(group):
+            if any(_is_no_slower(other.choice, choice) for other in found):
+                continue
+            candidate = self._candidate(choice)
+            if candidate is not None:
+                found.append(candidate)
+        return min(found, key=lambda c: (c.timeline.seconds, c.choice), default=None)
+
+    def _frugal(self, candidate: Candidate) -> Candidate:
+        """The same at the same speed without resident weights, or with fewer slots, where these gain nothing."""
+        choice = candidate.choice
+        slots = [n for n in sorted(self._values["slots"]) if n <= choice.slots and not choice.major]
+        for weights, number in product(sorted({min(self._values["weights"]), choice.weights}), slots):
+            less = replace(choice, slots=number, weights=weights)
+            if less != choice and self.timeline(less).seconds <= candidate.timeline.seconds * _SAME:
+                return self._candidate(less) or candidate
+        return candidate
 
     def units(self, choice: Choice) -> list[UnitSpec]:
         """The units as the engine's builder takes them."""
-        kept = self._kept(choice)
+        modes = self._modes(choice)
         return [
             UnitSpec(
                 unit.name,
                 unit.layout.numel,
                 unit.uses,
+                weights_resident=choice.states <= index < choice.weights,
                 state_resident=index < choice.states,
-                keeps=unit.lookup or unit.name in kept,
+                keeps=unit.name in modes,
                 lookup=unit.lookup,
+                speculates=unit.name in self._early,
             )
             for index, unit in enumerate(self.model.units)
         ]
 
     def host_bytes(self, choice: Choice) -> dict[str, int]:
         """Host bytes by label."""
-        return self._host_labels(choice.states, choice.speculative)
+        boundaries = self._starts(choice.kept + choice.selective, choice.every)[0] if choice.host else 0
+        nbytes = boundaries * self._costs_of(choice).boundary_bytes
+        return self._host_labels(choice.states, choice.speculative, nbytes)
 
     def peak(self, choice: Choice) -> tuple[int, str]:
         """Peak device bytes and the operation at which it is reached."""
-        costs, keeps = self.costs(choice.micro_batches), self._keeps(choice)
-        builder = self._builder(choice)
-        return planned_peak(
-            builder.training_step(1, speculative=choice.speculative),
-            self._fixed(choice),
-            costs.buffer_bytes,
-            lambda op: costs.workspace(op, kept=op.unit in keeps),
-        )
-
-    def _candidate(self, choice: Choice) -> Candidate | None:
-        host = self.host_bytes(choice)
-        if sum(host.values()) > self.host_limit or self._least_device(choice) > self.device_limit:
-            return None
-        peak, where = self.peak(choice)
-        if peak > self.device_limit:
-            return None
-        return Candidate(choice, self.timeline(choice), self._labels(choice, peak), host, where)
+        alike = replace(choice, slots=1, states=0, weights=len(self.model.units) * choice.major, speculative=False)
+        moving, where = self._moving_peak(alike)
+        return self.device_labels(choice).total() + moving, where
 
     def timeline(self, choice: Choice) -> Timeline:
         """A steady step of a candidate."""
-        costs, keeps = self.costs(choice.micro_batches), self._keeps(choice)
-        key = (choice.slots, choice.states, choice.speculative)
-        if key not in self._derived:  # keeping activations changes no wait between lanes
+        costs, modes = self._costs_of(choice), self._modes(choice)
+        # Elsewhere keeping changes no wait between lanes.
+        held = choice.kept + choice.selective if choice.host or choice.every > 1 else -1
+        count = self._program_micros(choice)
+        key = replace(choice, kept=held, selective=0, micro_batches=count)
+        if key not in self._derived:
             builder = self._builder(choice)
-            steps = (builder.training_step(1, speculative=choice.speculative) for _ in range(2))
+            steps = (builder.training_step(count, speculative=choice.speculative) for _ in range(2))
             self._derived[key] = derive(steps)
-        return simulate(self._derived[key], lambda op: costs.seconds(op, kept=op.unit in keeps))
+        others = max(1, choice.micro_batches - _FEW + 1)  # that the one in the middle stands for
+
+        def seconds(op: Op) -> float:
+            times = others if choice.major and op.micro == 1 else 1
+            return costs.seconds(op, modes.get(op.unit, "recompute")) * times
+
+        return simulate(self._derived[key], seconds)
+
+    def device_labels(self, choice: Choice) -> Counter[str]:
+        """Device bytes by label of what stays for the whole run."""
+        labels = self._fixed_labels(choice.slots, choice.states, choice.weights, choice.major)
+        if choice.host and self._starts(choice.kept + choice.selective, choice.every)[0]:
+            # A boundary for each micro-batch under way, one that is written, one whose copy is under way.
+            costs = self._costs_of(choice)
+            micro = costs.boundary_bytes // costs.workload.tokens * costs.workload.micro_tokens
+            return labels + Counter({"boundaries": (costs.workload.micro_batches + 2) * micro})
+        return labels
+
+    def _candidate(self, choice: Choice) -> Candidate | None:
+        if self._least_device(choice) > self.device_limit or not self._fits(choice):
+            return None
+        peak, where = self.peak(choice)
+        return Candidate(choice, self.timeline(choice), self._labels(choice, peak), self.host_bytes(choice), where)
+
+    def _host_bytes(self, choice: Choice) -> int:
+        return sum(self.host_bytes(choice).values())
+
+    def _host_need(self, choice: Choice) -> int:
+        return self._host_bytes(choice) + (self.peak(choice)[0] if self.machine.unified else 0)
+
+    def _make_costs(self, micro_batches: int, major: bool) -> Costs:
+        """Costs of the step in so many micro-batches, or of one of them where each passes through the whole model."""
+        request = self.request
+        rows = self._given.get("micro_rows", -(-request.rows // micro_batches))
+        mean = request.mean_tokens.get(rows)
+        work = Workload(
+            rows=rows if major else request.rows,
+            seq_len=request.seq_len,
+            micro_rows=rows,
+            compute_dtype=request.compute_dtype,
+            gradient_dtype=request.gradient_dtype or request.compute_dtype,
+            mean_tokens=mean / micro_batches if mean and major else mean,
+            compiled=request.compiled,
+        )
+        device = self.machine.gpu_memory
+        loss_memory = request.loss_memory or min(device, request.device_memory or device)
+        return Costs(self.model, self.machine, work, loss_memory)
+
+    def _costs_of(self, choice: Choice) -> Costs:
+        return self.costs(choice.micro_batches, choice.major)
 
     def _builder(self, choice: Choice) -> Builder:
-        differs = (self.request.gradient_dtype or self.request.compute_dtype) != "float32"
-        return Builder(self.units(choice), choice.slots, Policy(sum_dtype_differs=differs))
+        policy = Policy(
+            sum_dtype_differs=(self.request.gradient_dtype or self.request.compute_dtype) != "float32",
+            boundaries_on_host=choice.host,
+            boundary_every=choice.every,
+            micro_batch_major=choice.major,
+        )
+        return Builder(self.units(choice), choice.slots, policy)
 
-    def _kept(self, choice: Choice) -> set[str]:
-        layers = [unit.name for unit in self.model.units[1:-1]]
-        return set(layers[len(layers) - choice.kept :])
+    @staticmethod
+    def _program_micros(choice: Choice) -> int:
+        """Micro-batches of the program: layer-major ones are counted together."""
+        return min(choice.micro_batches, _FEW) if choice.major else 1
 
-    def _keeps(self, choice: Choice) -> set[str]:
-        return self._kept(choice) | {unit.name for unit in self.model.units if unit.lookup}
+    def _modes(self, choice: Choice) -> dict[str, Mode]:
+        """What units keep, where it is more than their input."""
+        backward = [unit.name for unit in reversed(self.model.units[1:-1])]
+        modes: dict[str, Mode] = {unit.name: "keep" for unit in self.model.units if unit.lookup}
+        modes |= dict.fromkeys(backward[: choice.kept + choice.selective], "selective")
+        return modes | dict.fromkeys(backward[: choice.kept], "keep")
 
-    def _fixed(self, choice: Choice) -> int:
-        return self._fixed_labels(choice.slots, choice.states).total()
+    def _make_starts(self, held: int, every: int) -> tuple[int, int]:
+        """How many layers' inputs wait for their block where the last ``held`` hold more, and how many layers are
+        computed for such an input."""
+        layers = self.units(Choice(1, 0, held, 1, False))[1:-1]
+        blocks = [block for block in blocks_of(layers, every) if not block[0].keeps]
+        return len(blocks), sum(len(block) - 1 for block in blocks)
 
-    def _make_fixed_labels(self, slots: int, states: int) -> Counter[str]:
-        choice = Choice(slots, states, 0, 1, False)
-        return self.costs(1).fixed_device_bytes(self.units(choice), self._builder(choice).rings)
+    def _make_fixed_labels(self, slots: int, states: int, weights: int, major: bool) -> Counter[str]:
+        choice = Choice(slots, states, 0, 1, False, weights, major=major)
+        return self._costs_of(choice).fixed_device_bytes(self.units(choice), self._builder(choice).rings)
 
-    def _make_host_labels(self, states: int, speculative: bool) -> dict[str, int]:
+    def _make_host_labels(self, states: int, speculative: bool, boundaries: int) -> dict[str, int]:
         units = self.units(Choice(1, states, 0, 1, speculative))
-        return self.costs(1).host_bytes(units, speculative=speculative)
+        return self.costs(1, False).host_bytes(units, speculative=speculative, boundaries=boundaries)
+
+    def _make_moving_peak(self, choice: Choice) -> tuple[int, str]:
+        """Most device bytes of what comes and goes, and where."""
+        costs, modes = self._costs_of(choice), self._modes(choice)
+
+        def mode(unit: str | int) -> Mode:
+            return modes.get(str(unit), "recompute")
+
+        return planned_peak(
+            self._builder(choice).training_step(self._program_micros(choice)),
+            0,
+            lambda buffer: costs.buffer_bytes(buffer, mode(buffer[1])) if len(buffer) > 1 else 0,
+            lambda op: costs.workspace(op, mode(op.unit)),
+        )
 
     def _least_device(self, choice: Choice) -> int:
-        """Device bytes held while the loss runs: no more than the peak, and quick to tell."""
-        costs = self.costs(choice.micro_batches)
-        boundaries = (self.model.layers + 1) * costs.buffer_bytes(("act", "", 0))
-        loss = costs.workspace(Op(kind="LOSS", lane="compute", unit=self.model.units[-1].name), kept=False)
-        return self._fixed(choice) + boundaries + choice.kept * self._graph_bytes + loss
+        """Device bytes held while the loss runs, without stages: at most the peak, and quick to tell."""
+        costs = self._costs_of(choice)
+        loss = costs.workspace(Op(kind="LOSS", lane="compute", unit=self.model.units[-1].name), "recompute")
+        fixed = self._fixed_labels(choice.slots, choice.states, choice.weights, choice.major).total()
+        return fixed + self._boundaries(choice) * costs.boundary_bytes + sum(self._graph_bytes(choice)) + loss
 
-    @cached_property
-    def _graph_bytes(self) -> int:
-        return self.costs(1).buffer_bytes(("graph", self.model.units[1].name, 0))
+    def _boundaries(self, choice: Choice) -> int:
+        """Inputs of layers and head that are on the device while the loss runs."""
+        held = choice.kept + choice.selective
+        return held + 1 + (0 if choice.host else self._starts(held, choice.every)[0])
+
+    def _graph_bytes(self, choice: Choice) -> tuple[int, int]:
+        """Of layers that keep all that they saved, and of those that keep the output of attention."""
+        costs, graph = self._costs_of(choice), ("graph", self.model.units[1].name, 0)
+        kept, selective = costs.buffer_bytes(graph, "keep"), costs.buffer_bytes(graph, "selective")
+        return choice.kept * kept, choice.selective * selective
 
     def _labels(self, choice: Choice, peak: int) -> dict[str, int]:
-        costs = self.costs(choice.micro_batches)
-        labels = dict(self._fixed_labels(choice.slots, choice.states))
-        labels["boundary activations"] = (self.model.layers + 1) * costs.buffer_bytes(("act", "", 0))
-        if choice.kept:
-            labels["kept activations"] = choice.kept * self._graph_bytes
+        labels = dict(self.device_labels(choice))
+        labels["boundary activations"] = self._boundaries(choice) * self._costs_of(choice).boundary_bytes
+        if choice.kept + choice.selective:
+            labels["kept activations"] = sum(self._graph_bytes(choice))
         labels["workspace and inputs at the peak"] = max(0, peak - sum(labels.values()))
         return labels
 
-    def _bound(self, choice: Choice) -> float:
-        """Seconds that the busiest lane needs: no step is shorter, and quick to tell."""
-        compute, saved = self._compute_seconds(choice.micro_batches)
-        resident, host = self._update_seconds(choice.speculative)
-        return max(compute - saved[choice.kept] + resident[choice.states], host[choice.states])
+    def _bound(self, group: Choice) -> float:
+        """Seconds that the busiest lane needs: no step of the group is shorter, and quick to tell."""
+        compute, saved, attention, forward = self._compute_seconds(group.micro_batches)
+        again = self._starts(group.kept + group.selective, group.every)[1] * forward if group.every > 1 else 0.0
+        resident, host, link = self._update_seconds(group.speculative)
+        saves = saved[group.kept] + group.selective * attention
+        arithmetic = compute - saves + again + resident[group.states]
+        return max(arithmetic, host[group.states], link[group.states])
 
-    def _make_compute_seconds(self, micro_batches: int) -> tuple[float, list[float]]:
-        """Seconds of all arithmetic with full recompute, and what keeping the last n layers saves of it."""
-        costs, (first, *layers, last) = self.costs(micro_batches), self.model.units
+    def _make_compute_seconds(self, micro_batches: int) -> tuple[float, list[float], float, float]:
+        """Seconds of all arithmetic with full recompute, what keeping the last n layers saves of it, what keeping
+        attention's output saves of a layer, and the shortest layer's forward."""
+        costs, (first, *layers, last) = self.costs(micro_batches, False), self.model.units
 
-        def seconds(kind: str, unit: str, *, kept: bool = False) -> float:
-            return costs.seconds(Op(kind=kind, lane="compute", unit=unit), kept=kept)
+        def seconds(kind: str, unit: str, mode: Mode = "recompute") -> float:
+            return costs.seconds(Op(kind=kind, lane="compute", unit=unit), mode)
 
         full = [seconds("BACKWARD", unit.name) for unit in layers]
-        kept = [seconds("BACKWARD", unit.name, kept=True) for unit in layers]
+        kept = [seconds("BACKWARD", unit.name, "keep") for unit in layers]
+        forward = [seconds("FORWARD", unit.name) for unit in layers]
         saved = list(accumulate((a - b for a, b in zip(reversed(full), reversed(kept), strict=True)), initial=0.0))
-        edges = seconds("BACKWARD", first.name, kept=first.lookup) + seconds("LOSS", last.name)
-        return sum(full) + edges + sum(seconds("FORWARD", unit.name) for unit in (first, *layers)), saved
+        attention = full[0] - seconds("BACKWARD", layers[0].name, "selective")
+        edges = seconds("BACKWARD", first.name, "keep" if first.lookup else "recompute") + seconds("LOSS", last.name)
+        return sum(full) + edges + sum(forward) + seconds("FORWARD", first.name), saved, attention, min(forward)
 
-    def _make_update_seconds(self, speculative: bool) -> tuple[list[float], list[float]]:
-        """Seconds of updates on the device, and on the host, when the first n units live on the device."""
-        costs, units = self.costs(1), self.model.units
-        kind = "SPECULATE" if speculative else "UPDATE"
-        device = [costs.seconds(Op(kind="UPDATE", lane="compute", unit=u.name), kept=False) for u in units]
-        host = [costs.seconds(Op(kind=kind, lane="optimizer", unit=u.name), kept=False) for u in units]
-        left = list(accumulate(reversed(host), initial=0.0))
-        return list(accumulate(device, initial=0.0)), left[::-1]
+    def _make_update_seconds(self, speculative: bool) -> tuple[list[float], list[float], list[float]]:
+        """Seconds of updates on the device, on the host, and of the busier direction of the link (each weight fetched
+        once), when the first n units live on the device."""
+        costs, units = self.costs(1, False), self.model.units
+
+        def each(kind: str, lane: str) -> list[float]:
+            return [costs.seconds(Op(kind=kind, lane=lane, unit=unit.name), "recompute") for unit in units]
+
+        def left(seconds: list[float]) -> list[float]:
+            return list(accumulate(reversed(seconds), initial=0.0))[::-1]
+
+        host = each("UPDATE", "optimizer")
+        if speculative:
+            early = each("SPECULATE", "optimizer")
+            host = [early[i] if unit.name in self._early else host[i] for i, unit in enumerate(units)]
+        link = [max(pair) for pair in zip(left(each("FETCH", "h2d")), left(each("DRAIN", "d2h")), strict=True)]
+        return list(accumulate(each("UPDATE", "compute"), initial=0.0)), left(host), link
+
+
+def micro_batch_counts(rows: int) -> list[int]:
+    """How many equal micro-batches a step of ``rows`` may have: powers of two, or of that many rows."""
+    halves = [2**i for i in range(rows.bit_length()) if rows % 2**i == 0]
+    return sorted({*halves, *(rows // half for half in halves)})
+
+
+def _steps(total: int, parts: int) -> list[int]:
+    """Counts from 0 to ``total``: the first few, and even shares."""
+    return sorted({n for n in (0, 1, 2, 3, 5, 8) if n <= total} | {total * i // parts for i in range(parts + 1)})
 
 
 def _limit(machine: int, asked: int | None, margin: float) -> int:
     return int((machine if asked is None else min(machine, asked)) * (1 - margin))
+
+
+def _is_no_slower(one: Choice, other: Choice) -> bool:
+    """Whether one of two choices of a group waits for no more copies than the other."""
+    return one.slots >= other.slots and one.weights >= other.weights and one.host <= other.host
+
+
+def _sizes(model: ModelSpec, request: Request) -> dict[str, dict[str, int]]:
+    """Bytes that the state, and the weights, of each unit take on the device."""
+    bytes_of = {"bfloat16": 2, "float32": 4}
+    compute, gradient = bytes_of[request.compute_dtype], bytes_of[request.gradient_dtype or request.compute_dtype]
+    numels = {unit.name: unit.layout.numel for unit in model.units}
+    return {
+        "states": {name: slab_bytes(numel, compute, gradient) for name, numel in numels.items()},
+        "weights": {name: numel * compute for name, numel in numels.items()},
+    }
+
+
+def _counts(model: ModelSpec, request: Request, sizes: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
+    """The options that a request fixes, as parts of a choice; and ``micro_rows``, the rows of a micro-batch.
+
+    Of shares of activations those that keep most count as the last ones, in whatever order they stand.
+    """
+    given: dict[str, Any] = {}
+    for option, value in request.fixed.items():
+        match option:
+            case "train.micro_batch_size":
+                given["micro_rows"] = min(value, request.rows)
+                given["micro_batches"] = -(-request.rows // given["micro_rows"])
+            case "placement.slots":
+                given["slots"] = value
+            case "placement.states" | "placement.weights":
+                part = option.partition(".")[2]
+                given[part] = len(resident_units(option, value, sizes[part]))
+            case "compute.activations":
+                modes = activation_modes(value, [unit.name for unit in model.units[1:-1]])
+                counts = Counter(modes.values())
+                given["kept"], given["selective"] = counts["keep"], counts["selective"]
+            case "compute.boundary_every":
+                given["every"] = value
+            case "compute.boundaries":
+                given["host"] = value == "host"
+            case "compute.order":
+                given["major"] = value == "micro_batch"
+    return given

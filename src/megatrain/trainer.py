@@ -19,16 +19,16 @@ from megatrain import AdamW, Model, machine
 from megatrain._durable import remove_folder
 from megatrain.checked import mismatches, peaks, planned_memory
 from megatrain.checkpoint import DamagedSave, prune, read_meta, set_aside, step_folder
-from megatrain.config import RunConfig, parse_bytes
+from megatrain.config import RunConfig, flat_options, parse_bytes
 from megatrain.datasets._batches import StepBatch
 from megatrain.datasets._load import Dataset, Progress
 from megatrain.errors import UserError
 from megatrain.loggers import Logger, StepRecord, Summary
-from megatrain.loggers._screens import DataFigures, MemoryFigures, data_line, memory_line, model_line
+from megatrain.loggers._screens import DataFigures, MemoryFigures, data_line, memory_line, model_line, size
 from megatrain.loggers.jsonl import JsonlLogger
 from megatrain.model_spec import load_model_spec
 from megatrain.preflight import Prepared
-from megatrain.resume import check_resume, find_save, flat_options
+from megatrain.resume import check_resume, find_save
 from megatrain.run_folder import RunFolder
 from megatrain.tracing import RecordedSteps
 
@@ -70,20 +70,21 @@ class _Totals:
 
 
 def train(
-    prepared: Prepared, run: RunFolder, console: Logger, started: float, begin: Callable[[], None]
+    prepared: Prepared, run: RunFolder, console: Logger, started: float, begin: Callable[[RunConfig], None]
 ) -> Summary | Stopped:
     """Run ``prepared`` to its end, or until SIGINT or SIGTERM asks it to stop after the step under way.
 
-    ``run`` has been claimed; ``begin`` is called once nothing can refuse the run any more, and creates it. ``started``
-    is the :func:`time.monotonic` of the command's start. Errors leave through the exception; what was saved stays.
+    ``run`` has been claimed; ``begin`` is called with its final options once nothing can refuse it any more, and
+    creates it. ``started`` is the :func:`time.monotonic` of the command's start. Errors leave through the exception;
+    what was saved stays.
     """
     config, damaged = prepared.config, list[Path]()
     save = find_save(config.checkpoint.resume, run.checkpoints, console, damaged)
     if save is not None:
         check_resume(prepared, read_meta(save)["extra"])  # before minutes of loading
-    with open_model(config, prepared.folder, prepared.dtype, console.progress) as model:
-        console.progress("measuring memory", 0, 0)
-        model.reserve(*prepared.batches.largest)
+    prepared, model = _open_fitting(prepared, console)
+    config = prepared.config
+    with model:
         loop = _Loop(prepared, run, model, console, started)
         while save is not None:
             try:
@@ -97,7 +98,7 @@ def train(
                 save = find_save(config.checkpoint.resume, run.checkpoints, console, damaged)
         if not run.final.exists():
             model.check_save(run.final, config.export.dtype)
-        begin()
+        begin(config)
         for path in damaged:
             set_aside(path)
         _describe(prepared, model, console)
@@ -117,8 +118,35 @@ def train(
             return loop.finish()
 
 
-def open_model(config: RunConfig, folder: Path, dtype: str | None, progress: Progress) -> Model:
-    """The model with everything that the configuration says about how it is trained."""
+def _open_fitting(prepared: Prepared, console: Logger) -> tuple[Prepared, Model]:
+    """The model, its largest step measured before weights are read; where a choice of ours is refused, the next one."""
+    while True:
+        attempt = prepared
+
+        def measure(model: Model, attempt: Prepared = attempt) -> None:
+            console.progress("measuring memory", 0, 0)
+            model.reserve(*attempt.batches.largest)
+            peak, limit = model.memory.device_peak, attempt.choice.device_limit
+            if limit is not None and peak > limit:
+                raise UserError(f"placement.device_memory: a step needs {size(peak)}, and {size(limit)} are free")
+
+        try:
+            model = open_model(prepared.config, prepared.folder, prepared.dtype, console.progress, measure)
+        except UserError as error:
+            prepared = prepared.after(error)
+            _log.info("%s; planning again", error)
+        else:
+            return prepared, model
+
+
+def open_model(
+    config: RunConfig,
+    folder: Path,
+    dtype: str | None,
+    progress: Progress,
+    before_loading: Callable[[Model], None] | None = None,
+) -> Model:
+    """The model with everything that the configuration says about how it is trained; no option may be `auto`."""
     o, p = config.optim, config.placement
     return Model.from_pretrained(
         folder,
@@ -134,6 +162,7 @@ def open_model(config: RunConfig, folder: Path, dtype: str | None, progress: Pro
         compile=config.compute.compile,
         device_memory=p.device_memory,
         host_memory=p.host_memory,
+        pinned_memory=p.pinned_memory,
         activations=config.compute.activations,
         boundaries=config.compute.boundaries,
         boundary_every=config.compute.boundary_every,
@@ -143,6 +172,7 @@ def open_model(config: RunConfig, folder: Path, dtype: str | None, progress: Pro
         attn_implementation=config.model.attn_implementation,
         trust_remote_code=config.model.trust_remote_code,
         progress=progress,
+        before_loading=before_loading,
     )
 
 
@@ -318,6 +348,8 @@ def _describe(prepared: Prepared, model: Model, console: Logger) -> None:
         disk_free=prepared.disk_free,
     )
     console.note(memory_line(figures))
+    for text in prepared.choice.lines:
+        console.note(text)
     for line, bad in prepared.data.bad:
         _log.warning("%s line %d skipped: %s", prepared.config.data.train, line, bad.reason)
 

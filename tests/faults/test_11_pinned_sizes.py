@@ -48,7 +48,7 @@ def test_shared_memory_grows_by_what_was_asked_for(device: str) -> None:
     def pinned() -> int:
         from megatrain.devices.cuda import CudaDevice
 
-        return sum(size for d in opened if isinstance(d, CudaDevice) for size in d._pieces.values())
+        return sum(d.pinned_bytes for d in opened if isinstance(d, CudaDevice))
 
     def locked() -> int:
         lines = Path("/proc/self/status").read_text().splitlines()

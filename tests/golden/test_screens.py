@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from _runs import arguments, chats, make_model, megatrain, write_rows
 
-from megatrain import doctor, trainer
+from megatrain import doctor, rates, trainer
 from megatrain.errors import LaneError
 from megatrain.loggers import Checked, StepRecord, Summary
 from megatrain.loggers._screens import (
@@ -29,6 +29,7 @@ from megatrain.loggers._screens import (
     summary_lines,
 )
 from megatrain.machine import GIB, Gpu, Machine
+from megatrain.machines import keep_measured
 
 HERE = Path(__file__).parent
 
@@ -135,7 +136,22 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
         wsl=True,
     )
     kept = ("system", "cores", "memory", "gpu", "pinned")
-    findings = [f for f in doctor.examine(machine, Path()) if f.subject in kept]
+    figures = {
+        "h2d_rate": 21.3e9,
+        "d2h_rate": 21.3e9,
+        "layer_rate": 100e12,
+        "head_rate": 125e12,
+        "attention_rate": 95e12,
+        "fp32_rate": 31e12,
+        "gpu_memory_rate": 880e9,
+        "adamw_rate": 0.61e9,
+        "speculation_cost": 1.2,
+    }
+    pinned = ("pinned", "512 MiB of 1.0 GiB could be pinned", "raise ulimit -l, or the memory of WSL")
+    disk = ("disk", "writes 1.21 GB/s, reads 3.40 GB/s in runs", "")
+    keep_measured(machine, figures, [pinned, ("rates", rates._summary(figures), ""), disk], cpu=False)
+    measured = [f for f in doctor.measured_rates(machine, Path(), lambda _: None) if f.subject != "kept"]
+    findings = [f for f in doctor.examine(machine, Path()) if f.subject in kept] + measured
     lines = [line for f in findings for line in [f"{f.subject:7} {f.text}", *([f"  fix:   {f.fix}"] if f.fix else [])]]
     lines.append(f"verdict {doctor.verdict(machine, findings)}")
     assert "\n".join(lines) + "\n" == screen("doctor")

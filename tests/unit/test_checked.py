@@ -9,7 +9,7 @@ import pytest
 from _fixtures import tiny_config
 from _oracle import random_batches
 
-from megatrain import Model
+from megatrain import Model, auto
 from megatrain.checked import mismatches, peaks, planned_memory
 from megatrain.config import ComputeConfig, DataConfig, ModelConfig, PlacementConfig, RunConfig
 from megatrain.loggers import Checked
@@ -21,13 +21,14 @@ LARGEST = (2, 32, 2)
 
 
 def run_config(placement: dict[str, Any], compute: dict[str, Any]) -> RunConfig:
-    return RunConfig(
+    config = RunConfig(
         model=ModelConfig(name_or_path="m"),
         data=DataConfig(train="t"),
         placement=PlacementConfig(**{"device": "cpu", "slots": 2, **placement}),
         compute=ComputeConfig(**{"activations": "recompute", **compute}),
         output_dir="o",
     )
+    return auto.with_options(config, auto.OPTIONS)
 
 
 @pytest.fixture(scope="module")

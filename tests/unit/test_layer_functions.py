@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain import UserError
 from megatrain.devices import _measure
-from megatrain.engine.template import Mode
+from megatrain.engine.placement import Mode
 from megatrain.engine.workspace import Shape
+from megatrain.model_spec import spec_data, spec_from_data
 from megatrain.models._functions import keeping_attention, layer_function, layer_gradients, pulled_back
 from megatrain.models.decoder import Decoder
 
@@ -96,6 +97,8 @@ def test_a_selective_graph_holds_attention_and_nothing_else() -> None:
     attention = 4 * ROWS * TOKENS * config.hidden_size  # heads x head size
     sums = 4 * ROWS * TOKENS * config.num_attention_heads
     assert attention + sums <= held["selective"] <= attention + sums + 4096
+    planned = spec_from_data("tiny", spec_data(config.to_dict())).selective_bytes(4)
+    assert planned * ROWS * TOKENS == attention + sums
     assert held["keep"] > 5 * held["selective"]
 
 

@@ -103,8 +103,18 @@ def test_this_machine_has_its_own_memory_and_the_rates_of_its_kind(gpu: str, hos
     assert ("host_memory", "found on this machine") in found.sources
 
 
-def test_this_machine_without_a_known_gpu_is_refused() -> None:
-    with pytest.raises(UserError, match=r"rates of NVIDIA T4 are not known\n.*h200-128gb"):
+def test_a_gpu_whose_rates_nobody_knows_is_refused() -> None:
+    with pytest.raises(UserError, match=r"rates of NVIDIA T4 are not known\n.*megatrain doctor.*h200-128gb"):
         this_machine(machine_with("NVIDIA T4", 64, 8))
-    with pytest.raises(UserError, match=r"no GPU \(no driver\)\n.*h200-128gb"):
-        this_machine(replace(probe(), gpus=(), gpu_problem="no driver"))
+
+
+def test_without_a_gpu_it_is_the_cpu_unless_a_gpu_is_asked_for() -> None:
+    here = replace(probe(), gpus=(), gpu_problem="no driver", cores=6)
+    found = this_machine(here)
+    with_gpu = replace(here, gpus=machine_with("NVIDIA H200", 200, 6).gpus)
+    assert found == this_machine(here, "cpu") == this_machine(with_gpu, "cpu")
+    assert found.unified
+    assert found.gpu_memory == found.host_memory == here.memory_free
+    assert ("adamw_rate", "assumed") in found.sources
+    with pytest.raises(UserError, match=r"no GPU \(no driver\)\n.*megatrain doctor.*h200-128gb"):
+        this_machine(here, "cuda")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -84,6 +85,15 @@ def test_the_set_line_is_accepted_by_train_and_plan(tmp_path: Path) -> None:
     assert isinstance(overrides, list)
     again = data("plan", file, *overrides, "--machine", "rtx4090-128gb")
     assert again["overrides"] == overrides
+
+
+def test_the_set_line_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
+    shares = "compute.activations=keep 20%, selective 50%"
+    words = ("plan", run_file(tmp_path), shares, "data.max_seq_len=512", "--machine", "rtx4090-128gb")
+    lines = megatrain(*words).stdout.splitlines()
+    pasted = shlex.split(lines[lines.index("set") + 1])
+    assert shares in pasted
+    assert pasted == data(*words)["overrides"]
 
 
 def test_without_a_machine_it_is_this_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from dataclasses import replace
 from functools import cache
 
@@ -11,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain.engine.placement import resident_units
+from megatrain.engine.placement import activation_modes, resident_units
 from megatrain.errors import UserError
 from megatrain.layout import slab_bytes
 from megatrain.machines import MachineSpec, known_machines, load_machine
 from megatrain.model_spec import ModelSpec, known_models, load_model_spec
-from megatrain.planner import Plan, plan
-from megatrain.search import Choice, Request, Search
+from megatrain.planner import Plan, _activations, plan
+from megatrain.search import Choice, Request, Search, _is_no_slower
 
 GIB = 2**30
 model = cache(load_model_spec)
@@ -64,56 +63,164 @@ def test_auto_is_at_least_as_fast_as_the_best_set_by_hand() -> None:
         assert found.seconds <= Search(model("qwen2.5-7b"), machine("h200-128gb"), request).timeline(by_hand).seconds
 
 
+fixed = st.fixed_dictionaries(
+    {},
+    optional={
+        "train.micro_batch_size": st.sampled_from([1, 2, 5]),
+        "placement.slots": st.sampled_from([1, 2, 5]),
+        "placement.weights": st.sampled_from([None, "4GiB", "100%"]),
+        "placement.states": st.sampled_from([None, "30%", "100%"]),
+        "compute.activations": st.sampled_from(
+            ["recompute", "keep", "30%", "selective", "selective 40%", "keep 20%, selective 50%"]
+        ),
+        "compute.boundaries": st.sampled_from(["device", "host"]),
+        "compute.boundary_every": st.sampled_from([1, 3]),
+        "compute.order": st.just("layer"),
+    },
+)
 requests = st.builds(
     Request,
     rows=st.sampled_from([1, 3, 8, 16, 48, 256]),
     seq_len=st.sampled_from([128, 1024, 4096, 32768]),
     clipping=st.sampled_from(["auto", "deferred", "speculative"]),
+    speculated=st.sampled_from(["100%", "50%", "0%"]),
+    selective=st.booleans(),
     compute_dtype=st.sampled_from(["bfloat16", "float32"]),
     gradient_dtype=st.sampled_from([None, "float32"]),
     device_memory=st.sampled_from([None, 2 * GIB, 12 * GIB, 40 * GIB]),
     host_memory=st.sampled_from([None, 8 * GIB, 100 * GIB]),
+    fixed=st.one_of(st.just({}), fixed),
+)
+rates = st.floats(0.1, 10)
+machines = st.builds(
+    lambda name, gpu, host, link, adamw, compute, unified: replace(
+        machine(name),
+        gpu_memory=int(gpu * GIB),
+        host_memory=int(host * GIB),
+        h2d_rate=link * 20e9,
+        d2h_rate=link * 20e9,
+        adamw_rate=adamw * 2e9,
+        layer_rate=compute * 100e12,
+        unified=unified,
+    ),
+    *(st.sampled_from(known_machines()), st.floats(0.5, 200), st.floats(1, 2000), rates, rates, rates, st.booleans()),
 )
 SMALL = [name for name in known_models() if model(name).parameters < 9e9]
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.sampled_from(SMALL), st.sampled_from(known_machines()), requests)
-def test_a_plan_stays_within_every_capacity_or_is_refused(name: str, where: str, request: Request) -> None:
-    spec, host = model(name), machine(where)
+@given(st.sampled_from(SMALL), machines, requests)
+def test_a_plan_stays_within_every_capacity_or_is_refused(name: str, host: MachineSpec, request: Request) -> None:
+    spec = model(name)
     if not Search(spec, host, request).best():
-        with pytest.raises(UserError, match=r"missing: .* of (GPU|host) memory \(\d+ bytes\)"):
+        with pytest.raises(UserError, match=r"missing: .* of (GPU|CPU|host) memory \(\d+ bytes\)"):
             plan(spec, host, request)
         return
     found = plan(spec, host, request)
     assert found.device_peak <= found.device_limit <= 0.95 * min(host.gpu_memory, request.device_memory or 1 << 62)
     assert found.host_total <= found.host_limit <= 0.9 * min(host.host_memory, request.host_memory or 1 << 62)
+    assert not host.unified or found.device_peak + found.host_total <= found.host_limit
     assert found.request == request
     assert all(other.seconds >= found.seconds for other in found.next_best)
 
 
-@settings(max_examples=12, deadline=None)
-@given(st.sampled_from(SMALL), requests, st.floats(1, 4), st.floats(1, 4))
-def test_more_memory_is_never_slower(name: str, request: Request, gpu: float, host: float) -> None:
-    small = machine("rtx4090-128gb")
-    large = replace(small, host_memory=int(small.host_memory * host), gpu_memory=small.gpu_memory)
-    asked = replace(request, device_memory=int(8 * GIB))
-    more = replace(request, device_memory=int(8 * GIB * gpu))
-    try:
-        found = plan(model(name), small, replace(asked, host_memory=request.host_memory))
-    except UserError:
-        return
-    assert plan(model(name), large, more).seconds <= found.seconds
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from(SMALL), machines, requests, st.floats(1, 4), st.floats(1, 4))
+def test_more_memory_is_never_slower(name: str, small: MachineSpec, request: Request, gpu: float, host: float) -> None:
+    """Of the machine, and of what the request allows."""
+
+    def more(nbytes: int | None, factor: float) -> int | None:
+        return None if nbytes is None else int(nbytes * factor)
+
+    large = replace(small, gpu_memory=int(small.gpu_memory * gpu), host_memory=int(small.host_memory * host))
+    wide = replace(request, device_memory=more(request.device_memory, gpu), host_memory=more(request.host_memory, host))
+    for candidate in Search(model(name), small, request).best():
+        assert Search(model(name), large, wide).best()[0].timeline.seconds <= candidate.timeline.seconds * (1 + 1e-9)
 
 
 @settings(max_examples=12, deadline=None)
-@given(st.sampled_from(SMALL), requests, st.randoms(use_true_random=False))
-def test_quick_bounds_are_bounds(name: str, request: Request, random: object) -> None:
+@given(st.sampled_from(SMALL), requests, machines, st.randoms(use_true_random=False))
+def test_quick_bounds_are_bounds(name: str, request: Request, host: MachineSpec, random: object) -> None:
     """What the search passes over by its bounds could not have been the answer."""
-    search = Search(model(name), machine("h200-128gb"), request)
-    for choice in random.sample(search._choices, 10):  # type: ignore[attr-defined]
-        assert search._bound(choice) <= search.timeline(choice).seconds * (1 + 1e-9)
-        assert search._least_device(choice) <= search.peak(choice)[0]
+    search = Search(model(name), host, request)
+    groups = random.sample(search._groups, min(6, len(search._groups)))  # type: ignore[attr-defined]
+    for group in groups:
+        for choice in random.sample(variants := list(search._variants(group)), min(2, len(variants))):  # type: ignore[attr-defined]
+            assert search._bound(group) <= search.timeline(choice).seconds * (1 + 1e-9)
+            assert search._least_device(group) <= search._least_device(choice) <= search.peak(choice)[0]
+            assert search._may_fit(group) or search._candidate(choice) is None
+
+
+def test_a_group_is_looked_at_where_boundaries_fit_the_device_alone() -> None:
+    search = Search(model("smollm2-135m"), machine("rtx4090-128gb"), Request(rows=8, seq_len=1024))
+    moved = next(group for group in search._groups if group.host and group.kept == 0 == group.selective)
+    stays = replace(moved, host=False)
+    search.host_limit = sum(search.host_bytes(stays).values())
+    assert search._candidate(moved) is None
+    assert search._candidate(stays) is not None
+    assert search._may_fit(moved)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.sampled_from(SMALL), requests, machines, st.randoms(use_true_random=False))
+def test_within_a_group_more_on_the_device_is_never_slower(
+    name: str, request: Request, host: MachineSpec, random: object
+) -> None:
+    """So the search simulates only the choices that no other one covers."""
+    search = Search(model(name), host, request)
+    variants = list(search._variants(random.choice(search._groups)))  # type: ignore[attr-defined]
+    for _ in range(min(6, len(variants) - 1)):
+        one, other = random.sample(variants, 2)  # type: ignore[attr-defined]
+        if _is_no_slower(one, other):
+            assert search.timeline(one).seconds <= search.timeline(other).seconds * (1 + 1e-9)
+
+
+def test_selective_saves_attention_for_little_memory() -> None:
+    """On the H200 of the figures above, with sequences of 32k tokens."""
+    spec = model("qwen2.5-7b")
+    search = Search(spec, machine("h200-128gb"), Request(rows=2, seq_len=32768))
+    recompute, selective, keep = (
+        Choice(2, 0, kept, 2, False, selective=selected) for kept, selected in ((0, 0), (0, spec.layers), (20, 0))
+    )
+    seconds = {choice: search.timeline(choice).busy("compute") for choice in (recompute, selective, keep)}
+    attention = spec.layers * 65536 * spec.attention_flops(32768) / machine("h200-128gb").attention_rate
+    assert seconds[recompute] - seconds[selective] == pytest.approx(attention, rel=1e-6)
+    outputs = spec.layers * 65536 * (2 * spec.width + 4 * spec.heads)
+    assert search.peak(selective)[0] - search.peak(recompute)[0] == pytest.approx(outputs, rel=0.05)
+    assert search.peak(selective)[0] < search.peak(keep)[0]
+    assert search.best()[0].choice.selective > 0
+    for changes in ({"selective": False}, {"compute_dtype": "float32"}):
+        without = Search(spec, machine("h200-128gb"), replace(search.request, **changes))  # type: ignore[arg-type]
+        assert not any(group.selective for group in without._groups)
+
+
+@pytest.mark.parametrize(
+    "value", ["recompute", "keep", "30%", "selective", "selective 40%", "keep 20%, selective 50%", "selective, keep 0%"]
+)
+def test_every_value_of_activations_is_planned_as_it_is(value: str) -> None:
+    spec = model("smollm2-135m")
+    request = Request(rows=8, seq_len=1024, fixed={"compute.activations": value})
+    modes = activation_modes(value, [unit.name for unit in spec.units[1:-1]])
+    search = Search(spec, machine("rtx4090-128gb"), request)
+    for candidate in search.best(5):
+        assert search._modes(candidate.choice) == {"embedding": "keep", **modes}
+    assert f"compute.activations={value}" in plan(spec, machine("rtx4090-128gb"), request).overrides
+
+
+def test_a_part_that_speculates_is_simulated_and_stated() -> None:
+    """Few tokens a step: updates take longer than backward, and half of them can wait for the next forward."""
+    fixed = {"placement.states": None, "placement.weights": None}
+    request = Request(rows=16, seq_len=1024, clipping="speculative", fixed=fixed)
+    plans = {
+        share: plan(model("qwen2.5-7b"), machine("h200-128gb"), replace(request, speculated=share))
+        for share in ("0%", "55%", "100%")
+    }
+    assert plans["55%"].seconds < plans["100%"].seconds
+    assert all(f"optim.speculated={share}" in found.overrides for share, found in plans.items())
+    marks = {share: found.host_bytes.get("marks of speculation", 0) for share, found in plans.items()}
+    assert 0 == marks["0%"] < marks["55%"] < marks["100%"]
+    deferred = plan(model("qwen2.5-7b"), machine("h200-128gb"), replace(request, clipping="deferred"))
+    assert plans["0%"].seconds == pytest.approx(deferred.seconds)
 
 
 def settings_of(found: Plan) -> dict[str, str]:
@@ -133,9 +240,8 @@ def test_overrides_mean_what_was_planned(name: str, where: str, rows: int) -> No
         found = settings_of(plan_of(spec, machine(where), search.request, candidate.choice))
         states = None if found["placement.states"] == "null" else found["placement.states"]
         assert resident_units("placement.states", states, sizes) == set(list(sizes)[: candidate.choice.states])
-        share = {"recompute": "0%", "keep": "100%"}.get(found["compute.activations"], found["compute.activations"])
-        kept = resident_units("compute.activations", share, dict.fromkeys(reversed(layers), 1))
-        assert kept == set(layers[len(layers) - candidate.choice.kept :])
+        modes = activation_modes(found["compute.activations"], layers)
+        assert search._modes(candidate.choice) == {"embedding": "keep", **modes}
 
 
 def plan_of(spec: ModelSpec, where: MachineSpec, request: Request, choice: Choice) -> Plan:
@@ -147,20 +253,21 @@ def plan_of(spec: ModelSpec, where: MachineSpec, request: Request, choice: Choic
     return _plan(search, [candidate])
 
 
-@pytest.mark.parametrize("kept", range(1, 61))
-def test_a_share_keeps_whole_layers(kept: int) -> None:
+@pytest.mark.parametrize("kept", range(61))
+def test_shares_name_whole_layers(kept: int) -> None:
     for total in (28, 30, 36, 48, 61, 126):
-        if kept < total:
-            share = -(-kept * 10_000 // total) / 100
-            layers = {str(i): 1 for i in range(total)}
-            assert len(resident_units("compute.activations", f"{share:g}%", layers)) == kept
+        for selective in {0, 1, total // 2, total - kept}:
+            if 0 <= selective <= total - kept:
+                text = _activations(Choice(2, 0, kept, 1, False, selective=selective), total)
+                modes = list(activation_modes(text, [str(i) for i in range(total)]).values())
+                assert (modes.count("keep"), modes.count("selective")) == (kept, selective), text
 
 
 @pytest.mark.parametrize(
     ("name", "where", "request_", "ways"),
     [
         ("qwen2.5-72b", "h200-128gb", Request(rows=64, seq_len=1024), ["--machine h200-1.5tb", "--model qwen2.5-14b"]),
-        ("qwen2.5-7b", "rtx4090-128gb", Request(rows=4, seq_len=65536), ["data.max_seq_len=16384", "--machine"]),
+        ("qwen2.5-7b", "rtx4090-128gb", Request(rows=4, seq_len=65536), ["train.batch_size=1", "data.max_seq_len="]),
         (
             "qwen2.5-7b",
             "h200-128gb",
@@ -176,10 +283,8 @@ def test_a_share_keeps_whole_layers(kept: int) -> None:
     ],
 )
 def test_a_refusal_names_the_bytes_and_ways_out(name: str, where: str, request_: Request, ways: list[str]) -> None:
-    begun = time.monotonic()
     with pytest.raises(UserError) as error:
         plan(model(name), machine(where), request_)
-    assert time.monotonic() - begun < 15, "a few seconds even when others use this machine"
     lines = str(error.value).splitlines()
     assert re.match(rf"plan: {re.escape(name)} does not fit {re.escape(where)} at \d+ x \d+ tokens a step", lines[0])
     assert [line for line in lines if re.match(r"  missing: [\d.]+ [KMG]iB of (GPU|host) memory \(\d+ bytes\)", line)]
@@ -191,9 +296,15 @@ def test_a_refusal_names_the_bytes_and_ways_out(name: str, where: str, request_:
 
 def test_a_way_out_is_a_way_out() -> None:
     request = Request(rows=4, seq_len=65536)
-    with pytest.raises(UserError, match=r"data\.max_seq_len=16384 +([\d.]+) s") as error:
+    with pytest.raises(UserError) as error:
         plan(model("qwen2.5-7b"), machine("rtx4090-128gb"), request)
-    promised = re.search(r"data\.max_seq_len=16384 +([\d.]+) s", str(error.value))
+    promised = re.search(r"data\.max_seq_len=(\d+) +([\d.]+) s", str(error.value))
     assert promised is not None
-    found = plan(model("qwen2.5-7b"), machine("rtx4090-128gb"), replace(request, seq_len=16384))
-    assert found.seconds == pytest.approx(float(promised[1]), abs=0.01)
+    found = plan(model("qwen2.5-7b"), machine("rtx4090-128gb"), replace(request, seq_len=int(promised[1])))
+    assert found.seconds == pytest.approx(float(promised[2]), abs=0.01)
+
+
+def test_a_set_option_in_the_way_is_named_first() -> None:
+    request = Request(rows=16, seq_len=4096, fixed={"compute.activations": "keep", "train.micro_batch_size": 16})
+    with pytest.raises(UserError, match=r"fix: +compute\.activations=auto +[\d.]+ s"):
+        plan(model("qwen2.5-7b"), machine("rtx4090-128gb"), request)

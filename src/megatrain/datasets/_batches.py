@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from megatrain.datasets import Row
 from megatrain.errors import UserError
 
 IGNORED = -100
+_SAMPLED_STEPS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,17 @@ class Position:
 
     epoch: int = 0
     row: int = 0
+
+
+def mean_padded_tokens(lengths: Sequence[int], batch_size: int, micro_batch_size: int) -> float:
+    """Tokens of a usual step, padding counted, over rows of these ``lengths``: a sample of `Batches`' steps."""
+    draw = random.Random(0)
+    steps = []
+    for _ in range(_SAMPLED_STEPS):
+        chosen = sorted(draw.sample(lengths, batch_size), reverse=True)
+        groups = (chosen[i : i + micro_batch_size] for i in range(0, batch_size, micro_batch_size))
+        steps.append(sum(len(group) * group[0] for group in groups))
+    return fmean(steps)
 
 
 class Batches:

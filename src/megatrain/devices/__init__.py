@@ -71,6 +71,15 @@ class Device(ABC):
     def unregister(self, memory: torch.Tensor) -> None:
         """Undo `register` before the memory is freed."""
 
+    @property
+    @abstractmethod
+    def pinned_bytes(self) -> int:
+        """Host bytes that `register` has pinned."""
+
+    @abstractmethod
+    def limit_pinned(self, nbytes: int | None) -> None:
+        """Cap the host memory that `register` pins, where there is such a thing; before the first `register`."""
+
     @abstractmethod
     def check_dtype(self, dtype: torch.dtype) -> None:
         """Raise `UserError` when the device cannot compute in ``dtype``: the one place that answers this."""
@@ -119,14 +128,20 @@ class Device(ABC):
         """End threads and free what the device holds. Idempotent."""
 
 
-def open_device(name: str) -> Device:
-    """The device ``auto``, ``cuda``, ``cpu`` or ``sim``; raises `UserError` when it does not exist here."""
+def device_name(name: str) -> str:
+    """``auto`` as what it means here; raises `UserError` for ``cuda`` where there is none."""
     import torch
 
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("placement.device: cuda: no CUDA device is visible; use device=cpu, or check the driver")
+    return name
+
+
+def open_device(name: str) -> Device:
+    """The device ``auto``, ``cuda``, ``cpu`` or ``sim``; raises `UserError` when it does not exist here."""
+    name = device_name(name)
     try:
         module = import_module(f"megatrain.devices.{name}")
     except ModuleNotFoundError as error:

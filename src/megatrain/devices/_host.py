@@ -14,6 +14,9 @@ from megatrain.devices._measure import count_peak
 from megatrain.kernels import DeviceKernel, Kernel
 from megatrain.kernels.resident import HostResidentKernel
 
+TOTAL_MEMORY = 8 << 30
+"""Bytes that count as the memory of such a device: the same everywhere, so that no result depends on the machine."""
+
 
 class HostMemoryDevice(Device):
     """Copies are plain, nothing needs registering, and the engine's own accounting is the limit."""
@@ -34,6 +37,13 @@ class HostMemoryDevice(Device):
     def unregister(self, memory: torch.Tensor) -> None:
         """Nothing to do."""
 
+    @property
+    def pinned_bytes(self) -> int:
+        return 0
+
+    def limit_pinned(self, nbytes: int | None) -> None:
+        """Nothing to do."""
+
     def check_dtype(self, dtype: torch.dtype) -> None:
         """Every dtype works."""
 
@@ -42,7 +52,7 @@ class HostMemoryDevice(Device):
 
     @property
     def total_memory(self) -> int:
-        return 8 << 30
+        return TOTAL_MEMORY
 
     @property
     def capacity(self) -> int:

@@ -11,9 +11,8 @@ import gc
 import logging
 import statistics
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
@@ -22,21 +21,51 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatrain import numa
 from megatrain.devices import LANES, Device, Mark, Ticket
 from megatrain.devices._pages import populate
+from megatrain.devices._pinned import Driver, PinnedMemory
 from megatrain.devices._threads import ThreadLanes
 from megatrain.errors import UserError
 from megatrain.kernels import DeviceKernel, Kernel
-from megatrain.layout import ranges
-
-_log = logging.getLogger(__name__)
-
-REGISTER_PIECE = 1 << 30
-"""Bytes registered in one call: some drivers refuse more than 2 GiB, or fail above 512 GiB in all at once."""
 
 LOADED_SECONDS = 0.5
 """Load before a measurement of time: a GPU at its power limit soon lowers its clocks, and steps run at those."""
 
 CAP_SLACK = 256 << 20
 """Bytes above the budget at which the process is cut off: the allocator's blocks are coarser than tensors."""
+
+
+_log = logging.getLogger(__name__)
+
+
+class CudaDriver(Driver):
+    """Registers host memory with CUDA."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def pin(self, address: int, nbytes: int) -> int:
+        code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+        if code:
+            self._take_last_error()
+        return code
+
+    def unpin(self, address: int) -> None:
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError:  # what CUDA raises when it pins no more
+            return torch.empty(nbytes, dtype=torch.uint8)
+
+    def event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _take_last_error(self) -> None:
+        """A refusal stays the runtime's last error, and the next kernel would be blamed for it: this one is."""
+        with suppress(RuntimeError):
+            torch.zeros(1, device=self._device)
 
 
 class CudaDevice(Device):
@@ -60,10 +89,8 @@ class CudaDevice(Device):
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         self._peak = 0
         """What was allocated at most before the allocator's own figure was last reset."""
-        self._starts: list[int] = []
-        self._pieces: dict[int, int] = {}
-        self._warned = False
         self._near = nearest_node(self.torch_device)
+        self._pinned = PinnedMemory(CudaDriver(self.torch_device))
         self._lanes = ThreadLanes(LANES, perform=self._perform, await_other=self._await_other, near=self._near)
 
     def update_kernel(self, host_kernel: Kernel) -> DeviceKernel:
@@ -88,43 +115,22 @@ class CudaDevice(Device):
         self._lanes.abort()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        host = source if target.is_cuda else target
-        itemsize = host.element_size()
-        begin = host.data_ptr()
-        cuts = [0]
-        for start in self._starts[bisect_right(self._starts, begin) :]:
-            if start >= begin + host.numel() * itemsize:
-                break
-            cuts.append((start - begin) // itemsize)
-        for first, last in zip(cuts, [*cuts[1:], host.numel()], strict=True):
-            _flat(target, first, last).copy_(_flat(source, first, last), non_blocking=True)
+        self._pinned.copy(target, source, upload=target.is_cuda)
 
     def register(self, memory: torch.Tensor) -> None:
-        cudart = torch.cuda.cudart()
         populate(memory, self._near)
-        for start, end in ranges(memory.numel(), REGISTER_PIECE):
-            address = memory.data_ptr() + start
-            code = int(cudart.cudaHostRegister(address, end - start, 0))
-            if code == 0:
-                self._pieces[address] = end - start
-            elif not self._warned:
-                self._warned = True
-                _log.warning(
-                    "pinned memory: the driver refused to register host memory (error %d after %.1f GiB); copies of"
-                    " the rest are pageable and several times slower. Raise the locked-memory limit (ulimit -l), or"
-                    " on WSL the share of RAM that may be pinned",
-                    code,
-                    sum(self._pieces.values()) / 2**30,
-                )
-        self._starts = sorted(self._pieces)
+        self._pinned.register(memory)
 
     def unregister(self, memory: torch.Tensor) -> None:
         torch.cuda.synchronize(self.torch_device)
-        cudart = torch.cuda.cudart()
-        for start, _ in ranges(memory.numel(), REGISTER_PIECE):
-            if self._pieces.pop(memory.data_ptr() + start, None) is not None:
-                cudart.cudaHostUnregister(memory.data_ptr() + start)
-        self._starts = sorted(self._pieces)
+        self._pinned.unregister(memory)
+
+    def limit_pinned(self, nbytes: int | None) -> None:
+        self._pinned.limit(nbytes)
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self._pinned.nbytes
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         major, minor = torch.cuda.get_device_capability(self.torch_device)
@@ -262,10 +268,6 @@ def nearest_node(device: torch.device, root: Path = numa.SYS) -> numa.Node | Non
     else:
         _log.info("NUMA: lanes and staging of GPU %s keep to node %d, %d cores", address, node.number, len(node.cores))
     return node
-
-
-def _flat(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    return tensor if last - first == tensor.numel() else tensor[first:last]
 
 
 def open() -> Device:

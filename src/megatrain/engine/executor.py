@@ -17,10 +17,11 @@ from megatrain.engine.boundaries import Need as BoundaryNeed
 from megatrain.engine.buffers import DeviceMemory, Handles, Table, over_budget
 from megatrain.engine.operations import Operations, Run
 from megatrain.engine.peak import planned_peak
+from megatrain.engine.placement import Mode
 from megatrain.engine.program import Buffer, Builder, Op, Policy, UnitSpec
 from megatrain.engine.schedule import WaitTracker
 from megatrain.engine.simulate import Timeline, Waiting, simulate
-from megatrain.engine.template import Mode, Templates
+from megatrain.engine.template import Templates
 from megatrain.engine.trace import MicroBatch, Trace
 from megatrain.engine.workspace import Need, Shape, Workspaces
 from megatrain.errors import UserError

@@ -16,8 +16,9 @@ import torch
 from megatrain.devices import Device
 from megatrain.engine.batches import HostBatch
 from megatrain.engine.buffers import Handles
+from megatrain.engine.placement import Mode
 from megatrain.engine.program import Buffer, Op
-from megatrain.engine.template import Batch, Mode, Templates, norm_squared, unit_seed
+from megatrain.engine.template import Batch, Templates, norm_squared, unit_seed
 from megatrain.kernels import Kernel
 from megatrain.optimizers import Optimizer, SpeculativeOptimizer
 from megatrain.store import Store

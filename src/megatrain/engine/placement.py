@@ -1,12 +1,16 @@
-"""Which units live on the device: their weights, or all their training state."""
+"""Which units live on the device, by weights or by all their training state, and what layers keep. No torch."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Literal, cast
 
 from megatrain.config import parse_bytes
 from megatrain.errors import UserError
+
+Mode = Literal["recompute", "selective", "keep"]
+"""What a layer keeps for its backward: its input only, attention's output too, or all that autograd saves."""
 
 Placement = str | int | float | Sequence[str] | None
 """Bytes (``"20GiB"`` or a number), a share of the model (``0.5``, ``"50%"``), or names of units; None: nothing."""
@@ -46,6 +50,35 @@ def resident_units(field: str, placement: Placement, sizes: Mapping[str, int]) -
 def last_units(field: str, placement: Placement, sizes: Mapping[str, int]) -> frozenset[str]:
     """As `resident_units`, but bytes and shares take units from the end of the network, whose backward comes first."""
     return resident_units(field, placement, dict(reversed(list(sizes.items()))))
+
+
+def activation_modes(activations: str | Sequence[str], layers: Sequence[str]) -> dict[str, Mode]:
+    """What each layer keeps, where it is more than its input; ``layers`` are names in network order.
+
+    Shares take the last layers that are left, whose backward comes first: of ``"keep 20%, selective 50%"`` the last
+    fifth keep everything, and the half before them the output of attention.
+    """
+    alike = dict.fromkeys(layers, 1)
+    if isinstance(activations, Sequence) and not isinstance(activations, str):
+        return dict.fromkeys(last_units("compute.activations", activations, alike), "keep")
+    modes: dict[str, Mode] = {}
+    for part in str(activations).split(","):
+        found = re.fullmatch(r"\s*(recompute|selective|keep|)\s*(\S*%)?\s*", part)
+        if found is None or not part.strip():
+            raise UserError(
+                f"compute.activations: {activations!r} is unknown; choose recompute, selective, keep, a share to keep"
+                " such as 30%, shares such as 'keep 20%, selective 50%', or a list of layers to keep"
+            )
+        mode, share = found[1] or "keep", found[2] or "100%"
+        if mode != "recompute":
+            chosen = resident_units("compute.activations", share, alike)
+            left = [name for name in reversed(layers) if name not in modes]
+            if len(chosen) > len(left):
+                raise UserError(
+                    f"compute.activations: {activations!r} adds up to more than all layers; lower one of the shares"
+                )
+            modes |= dict.fromkeys(left[: len(chosen)], cast(Mode, mode))
+    return modes
 
 
 def _some(names: Mapping[str, int]) -> str:

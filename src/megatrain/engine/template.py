@@ -10,19 +10,17 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from megatrain.engine.placement import Mode
 from megatrain.errors import UserError
 from megatrain.layout import Layout, gaps
 from megatrain.losses import TokenLoss
 from megatrain.losses._chunked import chunked_log_probs, chunked_loss
 from megatrain.models.decoder import EMBEDDING, Arguments, Decoder, Unit, tensors_in
-
-Mode = Literal["recompute", "selective", "keep"]
-"""What a layer keeps for its backward: its input only, attention's output too, or all that autograd saves."""
 
 Slots = Mapping[str, torch.Tensor]
 """Unit name -> flat buffer ``[unit numel or more]`` with its weights (or its gradient)."""

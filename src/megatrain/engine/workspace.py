@@ -16,7 +16,8 @@ import torch
 from megatrain.devices import Device
 from megatrain.engine.batches import HostBatch
 from megatrain.engine.buffers import _nbytes
-from megatrain.engine.template import Batch, Graph, Mode, Templates
+from megatrain.engine.placement import Mode
+from megatrain.engine.template import Batch, Graph, Templates
 from megatrain.models.decoder import Arguments, Unit
 
 

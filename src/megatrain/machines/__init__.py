@@ -5,16 +5,25 @@ Each JSON file of this folder is one machine, found by its name; a user's own fi
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megatrain import __version__
+from megatrain._durable import cache_folder, keep
 from megatrain.errors import UserError
 from megatrain.machine import Machine
 
 FOLDER = Path(__file__).parent
+
+Line = tuple[str, str, str]
+"""Subject, what was found, and the way out where something is wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +60,23 @@ class MachineSpec:
     """Time of a speculative update as a multiple of a plain one."""
     sources: tuple[tuple[str, str], ...]
     """``(figure, where it is from)``."""
+    unified: bool = False
+    """Device memory is part of host memory: the device is the CPU."""
 
 
-_FIGURES = [f.name for f in fields(MachineSpec) if f.name not in ("name", "gpu", "match", "sources")]
+_FIGURES = [f.name for f in fields(MachineSpec) if f.name not in ("name", "gpu", "match", "sources", "unified")]
+_FORM = 1  # of a measured file
 _WHOLE = ("gpu_memory", "host_memory", "cores")
+_CORE = {  # rates of one core of a server CPU with AVX2, where nothing was measured
+    "h2d_rate": 2e9,
+    "d2h_rate": 2e9,
+    "layer_rate": 10e9,
+    "head_rate": 10e9,
+    "attention_rate": 5e9,
+    "fp32_rate": 30e9,
+    "gpu_memory_rate": 4e9,
+    "adamw_rate": 2e8,
+}
 
 
 def known_machines() -> list[str]:
@@ -85,14 +107,32 @@ def load_machine(name_or_file: str) -> MachineSpec:
     return _spec(data, str(file), file.stem)
 
 
-def this_machine(machine: Machine) -> MachineSpec:
-    """The machine that was probed: its free memory, with the rates of the known machine that has the same GPU.
+def this_machine(machine: Machine, device: str = "auto") -> MachineSpec:
+    """The machine that was probed: its free memory, with the rates that `keep_measured` has kept of it.
 
-    Where several have, that with the nearest host memory. Fewer cores than it has slow the optimizer in proportion.
-    Raises `UserError` when there is no GPU, or none of its kind is known.
+    Without those they are the rates of the known machine that has the same GPU, of several that with the nearest host
+    memory; fewer cores than it has slow the optimizer in proportion. Without a GPU, or where ``device`` is ``cpu``, it
+    is the CPU. Raises `UserError` when what was kept is damaged, or nothing was measured and no GPU of its kind is
+    known.
     """
+    cpu = device == "cpu" or (device == "auto" and not machine.gpus)
+    file = measured_file(machine, cpu=cpu)
+    if file.is_file():
+        free = machine.memory_free
+        return replace(
+            _kept(file),
+            name=f"this machine{chr(39) + 's CPU' if cpu else ''} (rates measured)",
+            gpu_memory=free if cpu else machine.gpus[0].memory_free,
+            host_memory=free,
+            cores=machine.cores,
+        )
+    if cpu:
+        return _cpu(machine)
     known = [load_machine(name) for name in known_machines()]
-    fix = f"name one with --machine: {', '.join(spec.name for spec in known)}; or a JSON file with its figures"
+    fix = (
+        "megatrain doctor measures this machine; or name one with --machine:"
+        f" {', '.join(spec.name for spec in known)}; or a JSON file with its figures"
+    )
     if not machine.gpus:
         raise UserError(f"--machine: this machine has no GPU ({machine.gpu_problem})\n  fix:   {fix}")
     gpu = machine.gpus[0]
@@ -112,6 +152,73 @@ def this_machine(machine: Machine) -> MachineSpec:
     )
 
 
+def measured_file(machine: Machine, *, cpu: bool) -> Path:
+    """Where the measured rates of this machine's GPU, or its CPU, are kept: a name for hardware and versions."""
+    gpu = None if cpu or not machine.gpus else machine.gpus[0]
+    hardware = [machine.cpu, machine.cores, machine.memory, machine.system]
+    hardware += [] if gpu is None else [gpu.name, gpu.memory, gpu.driver]
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        torch = ""
+    native = find_spec("megatrain.kernels._native") is not None
+    key = json.dumps([_FORM, __version__, torch, native, hardware])
+    return cache_folder("machines") / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+
+
+def keep_measured(machine: Machine, figures: Mapping[str, float], lines: list[Line], *, cpu: bool) -> None:
+    """Keep what was measured as a machine's file; ``lines`` come back from `measured_lines`."""
+    gpu = "CPU" if cpu else machine.gpus[0].name
+    found = {"gpu_memory": machine.memory if cpu else machine.gpus[0].memory, "host_memory": machine.memory}
+    values = {**found, "cores": machine.cores, **figures}
+    source = f"megatrain doctor, {machine.cpu or machine.system}, {machine.cores} cores"
+    data = {
+        "gpu": gpu,
+        "match": "" if cpu else gpu,
+        "unified": cpu,
+        "lines": lines,
+        "figures": {figure: {"value": values[figure], "source": source} for figure in _FIGURES},
+    }
+    keep(measured_file(machine, cpu=cpu), json.dumps(data, indent=1))
+
+
+def _kept(file: Path) -> MachineSpec:
+    """What `keep_measured` wrote; raises `UserError` naming the file when it is damaged."""
+    try:
+        return load_machine(str(file))
+    except UserError as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{reason}\n  fix:   megatrain doctor measures this machine again") from None
+
+
+def measured_lines(file: Path) -> list[Line]:
+    """The lines of a file that `keep_measured` wrote; empty when there is none, or it is damaged."""
+    try:
+        load_machine(str(file))
+        lines = json.loads(file.read_text(encoding="utf-8"))["lines"]
+        return [(subject, text, fix) for subject, text, fix in lines]
+    except (UserError, OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _cpu(machine: Machine) -> MachineSpec:
+    """The CPU as the device, whose memory is the host's; rates are assumed."""
+    rates = {figure: rate * machine.cores for figure, rate in _CORE.items()}
+    found = dict.fromkeys(("gpu_memory", "host_memory", "cores"), "found on this machine")
+    return MachineSpec(
+        name="this machine's CPU (rates assumed)",
+        gpu="CPU",
+        match="",
+        gpu_memory=machine.memory_free,
+        host_memory=machine.memory_free,
+        cores=machine.cores,
+        **rates,
+        speculation_cost=1.2,
+        sources=tuple((figure, found.get(figure, "assumed")) for figure in _FIGURES),
+        unified=True,
+    )
+
+
 def _spec(data: Any, where: str, name: str) -> MachineSpec:
     figures = data.get("figures") if isinstance(data, dict) else None
     if not isinstance(figures, dict):
@@ -125,7 +232,8 @@ def _spec(data: Any, where: str, name: str) -> MachineSpec:
     whole = {figure: int(values[figure]) for figure in _WHOLE}
     sources = tuple((figure, str(figures[figure]["source"])) for figure in _FIGURES)
     names = {key: str(data.get(key, "")) for key in ("gpu", "match")}
-    return MachineSpec(name=name, **names, sources=sources, **{**values, **whole})  # type: ignore[arg-type]
+    unified = data.get("unified") is True
+    return MachineSpec(name=name, **names, sources=sources, unified=unified, **{**values, **whole})  # type: ignore[arg-type]
 
 
 def _value(figure: Any, where: str) -> float:
