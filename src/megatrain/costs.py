@@ -35,6 +35,8 @@ _LOSS_ENTRY_HELD = 6  # bytes per logit of a chunk at its peak
 _EAGER_LOSS_HELD = 17  # the same where nothing is compiled
 _UPDATE_BYTES = 28  # of traffic per parameter: states and gradient read, states and weights written
 _SUM_BYTES = 12  # of traffic per parameter: gradient added, rounded, squared
+_PAIR_PASSES = 8  # over the weights of every pair of tokens: scores, mask, maximum, exponentials, sum, quotient
+_PAIRS_KEPT = 3  # of them that autograd saves: scores, weights, weights without a sink
 _RESOLVE = 0.001  # of a plain update, when nothing was clipped
 _BYTES = {"bfloat16": 2, "float32": 4}
 
@@ -51,6 +53,8 @@ class Workload:
     mean_tokens: float | None = None
     """Tokens of a usual step, padding counted: its times are those of this many; its bytes are those of the largest."""
     compiled: bool = True
+    fused_attention: bool = True
+    """Whether a kernel computes attention without holding the weights of every pair of tokens."""
 
     @property
     def micro_batches(self) -> int:
@@ -106,9 +110,13 @@ class Costs:
     @cached_property
     def _attention(self) -> float:
         """Seconds of one layer's attention products in forward over all tokens."""
-        tokens = self.workload.timed_tokens
-        rate = self.machine.attention_rate if self._half else self.machine.fp32_rate
-        return tokens * self.model.attention_flops(tokens / self.workload.rows) / rate
+        tokens, work = self.workload.timed_tokens, self.workload
+        flops = tokens * self.model.attention_flops(tokens / work.rows)
+        if work.fused_attention:
+            return flops / (self.machine.attention_rate if self._half else self.machine.fp32_rate)
+        pairs = tokens * self.model.heads * tokens / work.rows
+        products = 2 * flops / (self.machine.layer_rate if self._half else self.machine.fp32_rate)  # of all pairs
+        return products + _PAIR_PASSES * pairs * work.compute_bytes / self.machine.gpu_memory_rate
 
     @cached_property
     def _forward(self) -> dict[str, float]:
@@ -188,6 +196,8 @@ class Costs:
         if mode == "selective":
             return self.model.selective_bytes(self.workload.compute_bytes)
         kept = self.model.kept_elements * (1 if self.workload.compiled else EAGER_KEPT)
+        if not self.workload.fused_attention:
+            kept += _PAIRS_KEPT * self.model.heads * self.workload.seq_len
         return int(kept) * self.workload.compute_bytes if mode == "keep" else 0
 
     def workspace(self, op: Op, mode: Mode) -> int:

@@ -17,17 +17,17 @@ from typing import Any
 
 from megatrain._durable import cache_folder, keep
 from megatrain.errors import UserError
-from megatrain.layout import Layout, build_layout
+from megatrain.layout import Layout, Parameter, build_layout
 
 FOLDER = Path(__file__).parent / "known_models"
 _OWNERS = ("qwen", "meta-llama", "mistralai", "huggingfacetb")  # of the known models on the hub
-_FORM = 1  # of a cached file
+_FORM = 2  # of a cached file
 _SIZES = {
     "width": "hidden_size",
-    "intermediate": "intermediate_size",
     "heads": "num_attention_heads",
     "vocabulary": "vocab_size",
 }
+_DERIVED = ("intermediate", "key_value_heads", "head_dim", "tied", "experts", "experts_per_token", "fused_attention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,16 +49,30 @@ class ModelSpec:
     units: tuple[UnitShape, ...]
     width: int
     intermediate: int
+    """Of the gated product that a token passes through; of a mixture, all experts that a token sees together."""
     heads: int
     key_value_heads: int
     head_dim: int
     vocabulary: int
     tied: bool
+    experts: int
+    """In a layer that has any; 0 in a dense model."""
+    experts_per_token: int
+    fused_attention: bool
+    """Whether there is a kernel for its attention; else the weights of every pair of tokens are held."""
 
     @property
     def parameters(self) -> int:
         """All parameters; a tied matrix counts once."""
         return sum(unit.layout.num_parameters for unit in self.units)
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that one token meets: of a mixture, its own experts' and all that are no experts'."""
+        return sum(self._active(p) for unit in self.units for p in unit.layout.parameters)
+
+    def _active(self, parameter: Parameter) -> int:
+        return parameter.numel * self.experts_per_token // self.experts if _of_experts(parameter) else parameter.numel
 
     @property
     def layers(self) -> int:
@@ -71,7 +85,7 @@ class ModelSpec:
             return 0.0
         if unit is self.units[-1]:
             return 2.0 * self.width * self.vocabulary
-        return 2.0 * sum(p.numel for p in unit.layout.parameters if len(p.shape) >= 2)
+        return 2.0 * sum(self._active(p) for p in unit.layout.parameters if _multiplies(p))
 
     def attention_flops(self, seq_len: float) -> float:
         """Forward FLOPs per token of one layer's attention products in a sequence of ``seq_len``, causal."""
@@ -92,10 +106,19 @@ class ModelSpec:
         """Per token, what autograd saves of one layer besides its input, in elements of the compute dtype.
 
         Gate, up and their product; queries, keys and values before and after rotation; the attention's output; both
-        norms' outputs; the hidden state between the halves.
+        norms' outputs; the hidden state between the halves; with experts, each one's input and output.
         """
         queries, keys = self.heads * self.head_dim, self.key_value_heads * self.head_dim
-        return 3 * self.intermediate + 3 * queries + 3 * keys + 3 * self.width
+        routed = 2 * self.experts_per_token * self.width
+        return 3 * self.intermediate + 3 * queries + 3 * keys + 3 * self.width + routed
+
+
+def _of_experts(parameter: Parameter) -> bool:
+    return ".experts." in f".{parameter.local}"
+
+
+def _multiplies(parameter: Parameter) -> bool:
+    return len(parameter.shape) >= 2 and not parameter.local.endswith("bias")
 
 
 def known_models() -> list[str]:
@@ -131,6 +154,7 @@ def spec_data(config: dict[str, Any]) -> dict[str, Any]:
     import torch
     from transformers import AutoConfig
 
+    from megatrain.models._skeleton import supports_sdpa
     from megatrain.models.decoder import Decoder
 
     kind = config.get("model_type")
@@ -138,17 +162,28 @@ def spec_data(config: dict[str, Any]) -> dict[str, Any]:
         built = AutoConfig.for_model(**config)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"model: config.json: model_type {kind!r}: {' '.join(str(error).split())[:200]}") from None
-    decoder = Decoder(built, dtype=torch.bfloat16, device=torch.device("cpu"))
+    fused = supports_sdpa(built)
+    attention = "sdpa" if fused else "eager"
+    decoder = Decoder(built, dtype=torch.bfloat16, device=torch.device("cpu"), attn_implementation=attention)
     text = decoder.config.get_text_config()
     structures: dict[str, dict[str, list[int]]] = {}
     for unit in decoder.units:
-        shapes = {p.local: list(p.shape) for p in unit.layout.parameters}
-        if unit.structure >= 0 and any(len(shape) > 2 for shape in shapes.values()):
-            raise UserError(f"model: type {kind!r} is a mixture of experts, which cannot be planned yet")
-        structures.setdefault(str(unit.structure), shapes)
+        structures.setdefault(str(unit.structure), {p.local: list(p.shape) for p in unit.layout.parameters})
+    experts = {p.shape[0] for unit in decoder.units for p in unit.layout.parameters if _of_experts(p)}
+    if len(experts) > 1:
+        raise UserError(
+            f"model: type {kind!r}: layers have {sorted(experts)} experts, of which no plan can be made yet"
+        )
+    each = int(text.num_experts_per_tok) if experts else 0
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return {
         "structures": structures,
+        "experts": max(experts, default=0),
+        "experts_per_token": each,
+        "fused_attention": fused,
+        "intermediate": max(
+            _gated_width(unit.layout, text.hidden_size, max(experts, default=0), each) for unit in decoder.units[1:-1]
+        ),
         "units": [[u.name, u.structure, _prefix(u.layout), list(u.uses), u.cheap_graph] for u in decoder.units],
         "key_value_heads": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         "head_dim": head_dim,
@@ -173,8 +208,18 @@ def spec_from_data(name: str, data: dict[str, Any]) -> ModelSpec:
         )
         for unit, structure, prefix, uses, lookup in data["units"]
     )
-    sizes = {key: data[key] for key in (*_SIZES, "key_value_heads", "head_dim", "tied")}
+    sizes = {key: data[key] for key in (*_SIZES, *_DERIVED)}
     return ModelSpec(name=name, units=units, **sizes)
+
+
+def _gated_width(layout: Layout, width: int, experts: int, each: int) -> int:
+    """Of the gated products that a token passes through in a layer: from its matrices but those of attention and of the
+    router, three of ``width`` to a product."""
+    met = 0
+    for p in layout.parameters:
+        if _multiplies(p) and "attn" not in p.local and p.shape != (experts, width):
+            met += p.numel * each // experts if _of_experts(p) else p.numel
+    return met // (3 * width)
 
 
 def _prefix(layout: Layout) -> str:

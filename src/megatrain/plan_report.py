@@ -64,8 +64,9 @@ def _of_device(machine: MachineSpec) -> dict[str, Any]:
 def report(plan: Plan, tokens: int) -> Iterator[str]:
     """The lines of a plan; ``tokens``: length of the training run whose time is told."""
     request = plan.request
+    active = "" if plan.active_parameters == plan.parameters else f", {count(plan.active_parameters)} of them active"
     yield (
-        f"plan    {plan.model} on {plan.machine} · {count(plan.parameters)} parameters · {request.rows} x"
+        f"plan    {plan.model} on {plan.machine} · {count(plan.parameters)} parameters{active} · {request.rows} x"
         f" {request.seq_len:,} = {request.rows * request.seq_len:,} tokens a step in {plan.micro_batches}"
         f" micro-batch{'es' * (plan.micro_batches > 1)}"
     )

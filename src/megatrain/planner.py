@@ -49,6 +49,8 @@ class Plan:
     model: str
     machine: str
     parameters: int
+    active_parameters: int
+    """Those that one token meets, which ``tflops_6n`` counts; a mixture of experts has more."""
     request: Request
     device: str
     """`GPU` or `CPU`."""
@@ -109,6 +111,7 @@ def _plan(search: Search, found: list[Candidate]) -> Plan:
         model=model.name,
         machine=search.machine.name,
         parameters=model.parameters,
+        active_parameters=model.active_parameters,
         request=request,
         device=device_of(search.machine),
         micro_batches=best.choice.micro_batches,
@@ -127,7 +130,7 @@ def _plan(search: Search, found: list[Candidate]) -> Plan:
         peak_at=best.peak_at,
         seconds=timeline.seconds,
         tokens_per_second=tokens / timeline.seconds,
-        tflops_6n=6 * model.parameters * tokens / timeline.seconds / 1e12,
+        tflops_6n=6 * model.active_parameters * tokens / timeline.seconds / 1e12,
         tflops_causal=model.flops_per_token(request.seq_len) * tokens / timeline.seconds / 1e12,
         limited_by=limited_by(search.machine, timeline),
         busy={lane: seconds / timeline.seconds for lane, seconds in busy.items()},

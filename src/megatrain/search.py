@@ -190,15 +190,17 @@ class Search:
             "every": [1, 2, 4],
             "host": [False] if one else [False, True],
             "major": [False] if one else [False, True],
-            "selective": [0, layers] if self.request.selective and not self._is_unfused else [0],
+            "selective": [0, layers] if self._fused else [0],
         }
         return values | {name: [value] for name, value in self._given.items()}
 
     @property
-    def _is_unfused(self) -> bool:
-        """GPUs have no fused attention in FP32 for heads that share keys."""
+    def _fused(self) -> bool:
+        """Whether one kernel computes attention. GPUs have none in FP32 for heads that share keys."""
         grouped = self.model.key_value_heads < self.model.heads
-        return grouped and self.request.compute_dtype == "float32" and not self.machine.unified
+        if grouped and self.request.compute_dtype == "float32" and not self.machine.unified:
+            return False
+        return self.request.selective and self.model.fused_attention
 
     @cached_property
     def _possible_states(self) -> set[int]:
@@ -364,6 +366,7 @@ class Search:
             gradient_dtype=request.gradient_dtype or request.compute_dtype,
             mean_tokens=mean / micro_batches if mean and major else mean,
             compiled=request.compiled,
+            fused_attention=self._fused,
         )
         device = self.machine.gpu_memory
         loss_memory = request.loss_memory or min(device, request.device_memory or device)

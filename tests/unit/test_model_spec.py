@@ -27,6 +27,12 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "mistral-7b-v0.3": 7_248_023_552,
     "smollm2-135m": 134_515_008,
+    "mistral-large-2": 122_610_069_504,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
 }
 QUICK = ["smollm2-135m", "qwen3-0.6b", "mistral-7b-v0.3"]
 
@@ -61,6 +67,29 @@ def test_units_and_layouts_are_those_of_training(tmp_path: Path, tied: bool) -> 
     ]
     assert spec.tied == tied
     assert (spec.width, spec.vocabulary, spec.layers) == (64, 320, 4)
+
+
+def test_of_a_mixture_the_experts_that_a_token_meets_are_active() -> None:
+    """Published: 3.3B of Qwen3-30B-A3B, 12.9B of Mixtral 8x7B; 5.1B of gpt-oss-120b, which leaves out its embedding."""
+    active = {
+        name: load_model_spec(name).active_parameters for name in ("qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-120b")
+    }
+    assert active["qwen3-30b-a3b"] == pytest.approx(3.35e9, rel=0.01)
+    assert active["mixtral-8x7b"] == pytest.approx(12.9e9, rel=0.01)
+    assert active["gpt-oss-120b"] - 201_088 * 2880 == pytest.approx(5.13e9, rel=0.01)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_what_a_mixture_computes_and_keeps(tmp_path: Path, family: str) -> None:
+    config = tiny_config(family)
+    config.save_pretrained(tmp_path)
+    spec = load_model_spec(str(tmp_path))
+    expert = config.moe_intermediate_size if family == "qwen3_moe" else config.intermediate_size
+    assert (spec.experts, spec.experts_per_token, spec.fused_attention) == (8, 2, family == "qwen3_moe")
+    layer = spec.units[1]  # attention, two of eight experts of three matrices, and the router
+    outer = sum(p.numel for p in layer.layout.parameters if "attn" in p.local and len(p.shape) == 2)
+    assert spec.matrix_flops(layer) == 2 * (outer + 2 * 3 * 64 * expert + 8 * 64)
+    assert spec.intermediate == max(2 * expert, config.intermediate_size if family == "qwen3_moe" else 0)
 
 
 def test_flops_count_attention_causally() -> None:
@@ -106,10 +135,6 @@ def test_a_damaged_or_outdated_cache_is_made_again(
         ("no json", r"config\.json: cannot be read as JSON"),
         ("[]", "has no model_type"),
         ('{"model_type": "nothing-of-the-kind"}', "nothing-of-the-kind"),
-        (
-            '{"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}',
-            "mixture of experts",
-        ),
     ],
 )
 def test_a_config_that_cannot_be_planned(tmp_path: Path, text: str, message: str) -> None:

@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
@@ -44,6 +50,11 @@ def refuse_converted_files(config: PreTrainedConfig) -> None:
         )
 
 
+def supports_sdpa(config: PreTrainedConfig) -> bool:
+    """Whether PyTorch's fused attention computes the model's."""
+    return bool(getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_supports_sdpa", True))
+
+
 def build_skeleton(
     config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str, trust_remote_code: bool
 ) -> PreTrainedModel:
@@ -51,6 +62,11 @@ def build_skeleton(
 
     Raises `UserError` when transformers has no such model or refuses the config.
     """
+    if attn_implementation == "sdpa" and not supports_sdpa(config):
+        raise UserError(
+            f"model.attn_implementation: sdpa: model type {config.model_type!r} has attention that PyTorch's"
+            " scaled_dot_product_attention cannot compute; use model.attn_implementation=eager"
+        )
     with _parameters_on_meta():
         try:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -60,11 +76,6 @@ def build_skeleton(
                 trust_remote_code=trust_remote_code,
             )
         except (ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
-            if attn_implementation == "sdpa" and "scaled_dot_product_attention" in str(error):
-                raise UserError(
-                    f"model.attn_implementation: sdpa: model type {config.model_type!r} has attention that PyTorch's"
-                    " scaled_dot_product_attention cannot compute; use model.attn_implementation=eager"
-                ) from error
             raise UserError(
                 f"model: transformers cannot build model type {config.model_type!r} as a causal language model: {error}"
             ) from error
