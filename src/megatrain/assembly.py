@@ -15,9 +15,11 @@ from megatrain import kernels
 from megatrain.checks import choice, readable_bytes, whole
 from megatrain.config import parse_bytes
 from megatrain.devices import Device
+from megatrain.engine._rings import landing_sizes
 from megatrain.engine.buffers import DeviceMemory
 from megatrain.engine.executor import Engine, EngineOptions
 from megatrain.engine.placement import Mode, Placement, activation_modes, last_units, resident_units
+from megatrain.engine.program import UnitSpec
 from megatrain.engine.template import Templates
 from megatrain.errors import UserError
 from megatrain.losses.cross_entropy import token_losses
@@ -41,6 +43,7 @@ class Settings:
 
     compute_dtype: str | None
     gradient_dtype: str | None
+    host_gradients: str
     slots: int
     device_memory: str | int | None
     host_memory: str | int | None
@@ -137,7 +140,8 @@ def _place(decoder: Decoder, settings: Settings, compute: torch.dtype, gradient:
     weights = resident_units("placement.weights", settings.weights_on_device, heads)
     limit = parse_bytes("placement.host_memory", settings.host_memory)
     on_host = [layout for name, layout in layouts.items() if name not in states]
-    needed = Store.bytes_needed(on_host, compute, gradient)
+    passing = choice("placement.gradients", settings.host_gradients, ("kept", "passing")) == "passing"
+    needed = Store.bytes_needed(on_host, compute, gradient, landings=_landings(decoder, states) if passing else None)
     if limit is not None and needed > limit:
         raise UserError(
             f"placement.host_memory: {readable_bytes(limit)} is too small: masters, moments and gradients take"
@@ -160,7 +164,14 @@ def _place(decoder: Decoder, settings: Settings, compute: torch.dtype, gradient:
         boundaries_on_host=choice("compute.boundaries", settings.boundaries, ("device", "host")) == "host",
         boundary_every=whole("compute.boundary_every", settings.boundary_every, 1),
         micro_batch_major=settings.order == "micro_batch",
+        passing_gradients=passing,
         host_budget=limit,
+    )
+
+
+def _landings(decoder: Decoder, on_device: frozenset[str]) -> list[int]:
+    return landing_sizes(
+        [UnitSpec(u.name, u.layout.numel, u.uses, state_resident=u.name in on_device) for u in decoder.units]
     )
 
 
@@ -181,6 +192,7 @@ def _store(
         device.register,
         device.unregister,
         gradient_dtype=placed.gradient_dtype,
+        keeps_gradients=not placed.passing_gradients,
         on_device=dict.fromkeys(placed.states_resident, take),
         first_touch=None if touch is None else partial(_first_touch, optimizer, touch),
     )
@@ -192,7 +204,8 @@ def _resident(memory: DeviceMemory, where: torch.device, numel: int, dtype: torc
 
 def _first_touch(optimizer: Optimizer, touch: kernels.DeviceKernel, slab: Slab) -> None:
     """An update's own calls say which worker will meet which elements."""
-    optimizer.update(touch, slab, slab.gradient, lr=0.0, step=1, scale=1.0)
+    gradient = slab.gradient if slab.gradient.numel() else slab.head
+    optimizer.update(touch, slab, gradient, lr=0.0, step=1, scale=1.0)
 
 
 def _modes(decoder: Decoder, activations: Any) -> dict[str, Mode]:

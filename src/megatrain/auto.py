@@ -12,6 +12,7 @@ from typing import Any
 
 from megatrain.config import RunConfig, flat_options, parse_bytes
 from megatrain.costs import LIBRARIES
+from megatrain.engine.placement import check_passing
 from megatrain.errors import UserError
 from megatrain.machines import MachineSpec
 from megatrain.model_spec import ModelSpec
@@ -45,13 +46,18 @@ def fixed_options(config: RunConfig) -> dict[str, Any]:
 
 
 def request_of(config: RunConfig, *, rows: int, seq_len: int, **step: Any) -> Request:
-    """What a run asks of the planner for steps of ``rows`` x ``seq_len``; ``step``: what its config leaves open."""
+    """What a run asks of the planner for steps of ``rows`` x ``seq_len``; ``step``: what its config leaves open. Raises
+    `UserError` for options that contradict each other."""
+    passing = config.placement.gradients == "passing"
+    if passing:
+        check_passing(config.optim.max_grad_norm, config.optim.clipping)
     return Request(
         rows=rows,
         seq_len=seq_len,
         speculated=config.optim.speculated,
         selective=config.model.attn_implementation == "sdpa",
         gradient_dtype=config.compute.gradient_dtype,
+        passing_gradients=passing,
         device_memory=parse_bytes("placement.device_memory", config.placement.device_memory),
         host_memory=parse_bytes("placement.host_memory", config.placement.host_memory),
         fixed=fixed_options(config),

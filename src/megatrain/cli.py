@@ -173,6 +173,9 @@ def plan(
     machine: Annotated[str | None, typer.Option(help="A known machine, or a file. Default: this one.")] = None,
     tokens_per_step: Annotated[int | None, typer.Option(min=1, help="Default: train.batch_size sequences.")] = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Default: data.max_seq_len, or 4096.")] = None,
+    gradients: Annotated[
+        str, typer.Option(help="kept, or passing: 12 bytes a parameter instead of 14, no clipping.")
+    ] = "kept",
     tokens: Annotated[int, typer.Option(min=1, help="Length of the run whose time is told.")] = 1_000_000_000,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object in place of the tables.")] = False,
     timeline: Annotated[
@@ -199,7 +202,7 @@ def plan(
             raise UserError("--model: missing\n  fix:   give a config.json, a folder or a known name, or a run.yaml")
         device = config.placement.device if config else "auto"
         where = load_machine(machine) if machine else this_machine(probe(), device)
-        request = make_request(config, where, tokens_per_step, seq_len)
+        request = make_request(config, where, tokens_per_step, seq_len, gradients)
         notice = partial(print, file=sys.stderr, flush=True)
         found = make_plan(load_model_spec(name, notice), where, request, run_file=config is not None)
         lines = list(report(found, tokens))

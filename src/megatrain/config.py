@@ -179,6 +179,12 @@ class PlacementConfig:
     states: str | None = option(
         "Training state (weights, master, moments) that stays on the device, as `8GiB` or `30%`; null: none.", "auto"
     )
+    gradients: Literal["kept", "passing"] = option(
+        "Gradients in host memory: `kept` until the norm of all is known, or `passing` through a few buffers, each "
+        "unit updated as its own lands: 12 bytes a parameter instead of 14, without clipping, and a gradient that is "
+        "not finite may end the run.",
+        "kept",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatrain.engine._rings import Rings
+from megatrain.engine._rings import Rings, landing_sizes
 from megatrain.engine.placement import Mode
 from megatrain.engine.program import Buffer, Op, UnitSpec
 from megatrain.layout import mapping_bytes, slab_bytes, store_bytes
@@ -53,6 +53,8 @@ class Workload:
     mean_tokens: float | None = None
     """Tokens of a usual step, padding counted: its times are those of this many; its bytes are those of the largest."""
     compiled: bool = True
+    passing_gradients: bool = False
+    """Gradients pass through host memory instead of staying until the norm is known."""
     fused_attention: bool = True
     """Whether a kernel computes attention without holding the weights of every pair of tokens."""
 
@@ -158,7 +160,7 @@ class Costs:
                 return LAUNCH * work.micro_batches + 3 * self._forward[op.unit] + entries + memory * _SUM_BYTES
             case "UPDATE" if op.lane == "compute":
                 return LAUNCH + memory * _UPDATE_BYTES
-            case "UPDATE":
+            case "UPDATE" | "APPLY":
                 return LAUNCH + numel / machine.adamw_rate
             case "SPECULATE":
                 return LAUNCH + machine.speculation_cost * numel / machine.adamw_rate
@@ -247,12 +249,15 @@ class Costs:
         """Host bytes by label; ``boundaries`` of them wait there for backward."""
         work = self.workload
         numels = [unit.numel for unit in units if not unit.state_resident]
-        state = store_bytes(numels, work.compute_bytes, work.gradient_bytes)
         gradient = sum(numels) * work.gradient_bytes
+        state = store_bytes(numels, work.compute_bytes, work.gradient_bytes) - gradient
+        if work.passing_gradients:
+            state = store_bytes(numels, work.compute_bytes, 0)
+            gradient = sum(mapping_bytes(numel * work.gradient_bytes) for numel in landing_sizes(units))
         early = [unit.numel for unit in units if unit.speculates and not unit.state_resident] if speculative else []
         marks = sum(mapping_bytes(numel // 4096) for numel in early)
         labels = {
-            "masters and moments": state - gradient,
+            "masters and moments": state,
             "gradients": gradient,
             "marks of speculation": marks,
             "boundary activations": mapping_bytes(boundaries) if boundaries else 0,

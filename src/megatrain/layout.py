@@ -98,13 +98,21 @@ def mapping_bytes(nbytes: int) -> int:
     return round_up(max(nbytes, 1), HUGE_PAGE)
 
 
-def store_bytes(numels: Iterable[int], compute_bytes: int, gradient_bytes: int, boundaries: int = 0) -> int:
+def store_bytes(
+    numels: Iterable[int],
+    compute_bytes: int,
+    gradient_bytes: int,
+    boundaries: int = 0,
+    landings: Iterable[int] | None = None,
+) -> int:
     """Host bytes of the training state of units of these sizes, each in a mapping of its own, and of the results.
 
-    ``boundaries``: bytes of boundary activations that wait on the host.
+    ``boundaries``: bytes of boundary activations that wait on the host. ``landings``: elements of each buffer that
+    gradients pass through; None where they are kept.
     """
-    slabs = (slab_bytes(numel, compute_bytes, gradient_bytes) for numel in numels)
-    return sum(map(mapping_bytes, (*slabs, PAGE, *([boundaries] if boundaries else []))))
+    slabs = [slab_bytes(numel, compute_bytes, gradient_bytes if landings is None else 0) for numel in numels]
+    passing = [numel * gradient_bytes for numel in landings or ()]
+    return sum(map(mapping_bytes, (*slabs, *passing, PAGE, *([boundaries] if boundaries else []))))
 
 
 def size_classes(sizes: Mapping[str, int]) -> dict[str, int]:

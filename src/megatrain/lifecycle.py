@@ -38,7 +38,7 @@ class Lifecycle:
         try:
             self._device.drain()
         except LaneError as error:
-            self._break(str(error))
+            self.abandon(str(error))
             raise
 
     def complete(
@@ -70,13 +70,14 @@ class Lifecycle:
             self._broken = None
             raise
         except LaneError as error:
-            self._break(str(error))
+            self.abandon(str(error))
             raise
         except BaseException as error:
-            self._break(f"it was interrupted ({type(error).__name__}) and what was left of the step was dropped")
+            self.abandon(f"it was interrupted ({type(error).__name__}) and what was left of the step was dropped")
             raise
         self._broken = None
 
-    def _break(self, reason: str) -> None:
+    def abandon(self, reason: str) -> None:
+        """What was begun cannot be completed: the model can no longer be used."""
         self._broken = reason
         self._device.abort()

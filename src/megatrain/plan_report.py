@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.auto import request_of
+from megatrain.checks import choice
 from megatrain.config import RunConfig
 from megatrain.errors import UserError
 from megatrain.loggers._screens import count, disk_size, duration, size
@@ -24,13 +25,23 @@ _LANES = {"compute": "GPU arithmetic", "h2d": "host to GPU", "d2h": "GPU to host
 
 
 def make_request(
-    config: RunConfig | None, machine: MachineSpec, tokens_per_step: int | None, seq_len: int | None
+    config: RunConfig | None,
+    machine: MachineSpec,
+    tokens_per_step: int | None,
+    seq_len: int | None,
+    gradients: str = "kept",
 ) -> Request:
     """The request of a run's config, or of the command line alone; options of the command line go first.
 
-    Raises `UserError` when neither gives the size of a step, tokens are no whole number of sequences, or the device of
-    the config is not that of ``machine``.
+    Raises `UserError` when neither gives the size of a step, tokens are no whole number of sequences, the device of
+    the config is not that of ``machine``, or ``gradients`` is neither ``"kept"`` nor ``"passing"``.
     """
+    passing = choice("--gradients", gradients, ("kept", "passing")) == "passing"
+    if passing and config is not None:
+        raise UserError(
+            "--gradients: passing is for --model alone\n"
+            "  fix:   optim.max_grad_norm=null placement.gradients=passing behind the run file"
+        )
     length = seq_len or (config.data.max_seq_len if config else None) or DEFAULT_SEQ_LEN
     if tokens_per_step is not None and tokens_per_step % length:
         raise UserError(
@@ -40,7 +51,8 @@ def make_request(
     if config is None:
         if tokens_per_step is None:
             raise UserError("--tokens-per-step: missing\n  fix:   give it, or a run.yaml with train.batch_size")
-        return Request(rows=tokens_per_step // length, seq_len=length, **_of_device(machine))
+        rows = tokens_per_step // length
+        return Request(rows=rows, seq_len=length, passing_gradients=passing, **_of_device(machine))
     if config.placement.device == "cpu" and not machine.unified:
         raise UserError(
             f"placement.device: cpu: {machine.name} is planned for its GPU\n"
@@ -128,6 +140,8 @@ def _stored(plan: Plan) -> str:
 
 
 def _clipping(plan: Plan) -> str:
+    if plan.request.passing_gradients:
+        return "no clipping; each unit is updated as its gradient lands: 12 bytes a parameter, and a few buffers"
     gradient = 4 if (plan.request.gradient_dtype or plan.request.compute_dtype) == "float32" else 2
     kept = f"gradients stay until the norm is known: {12 + gradient} bytes a parameter"
     return f"{plan.clipping} clipping{', no step clipped' * (plan.clipping == 'speculative')}; {kept}"

@@ -200,6 +200,8 @@ def _overrides(search: Search, candidate: Candidate) -> tuple[str, ...]:
     """What to write behind ``megatrain train run.yaml`` to get this candidate."""
     chosen = settings(search, candidate)
     words = {"train.batch_size": search.request.rows} | chosen
+    if search.request.passing_gradients:
+        words |= {"placement.gradients": "passing", "optim.max_grad_norm": None}
     words |= {"optim.clipping": _mode(candidate), "optim.speculated": search.request.speculated}
     return tuple(f"{name}={'null' if value is None else value}" for name, value in words.items())
 
@@ -260,6 +262,11 @@ def _changes(request: Request, machine: MachineSpec, run_file: bool) -> Iterator
         yield [("compute.dtype=bfloat16", replace(request, compute_dtype="bfloat16", gradient_dtype=None))]
     elif request.gradient_dtype == "float32":
         yield [("compute.gradient_dtype=bfloat16", replace(request, gradient_dtype="bfloat16"))]
+    if not request.passing_gradients:
+        words = "--gradients passing"
+        if run_file:
+            words = "optim.max_grad_norm=null optim.clipping=auto placement.gradients=passing"
+        yield [(words, replace(request, passing_gradients=True))]
     if request.device_memory is not None and request.device_memory < machine.gpu_memory:
         yield [(f"placement.device_memory={machine.gpu_memory >> 20}MiB", replace(request, device_memory=None))]
     if request.host_memory is not None and request.host_memory < machine.host_memory:

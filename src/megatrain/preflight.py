@@ -20,7 +20,9 @@ from megatrain.datasets._batches import Batches, mean_padded_tokens
 from megatrain.datasets._load import Dataset, Progress, load_dataset
 from megatrain.devices import device_name
 from megatrain.devices._host import TOTAL_MEMORY
+from megatrain.engine._rings import landing_sizes
 from megatrain.engine.placement import resident_units
+from megatrain.engine.program import UnitSpec
 from megatrain.errors import UserError
 from megatrain.hub import find_model
 from megatrain.layout import Layout, build_layout, slab_bytes, store_bytes
@@ -238,7 +240,15 @@ def _host_bytes(config: RunConfig, layouts: dict[str, Layout], dtype: str, bound
     sizes = {name: slab_bytes(layout.numel, compute, gradient) for name, layout in layouts.items()}
     states = None if config.placement.states == "auto" else config.placement.states
     away = resident_units("placement.states", states, sizes)
-    return store_bytes((layouts[n].numel for n in sizes if n not in away), compute, gradient, boundaries)
+    landings = None
+    if config.placement.gradients == "passing":
+        tied = all(len(p.shape) < 2 for p in layouts["head"].parameters)
+        uses = {"head": ("embedding",)} if tied else {}
+        landings = landing_sizes(
+            [UnitSpec(n, at.numel, uses.get(n, ()), state_resident=n in away) for n, at in layouts.items()]
+        )
+    on_host = (layouts[n].numel for n in sizes if n not in away)
+    return store_bytes(on_host, compute, gradient, boundaries, landings)
 
 
 def _device_and_dtype(config: RunConfig) -> tuple[str, str]:

@@ -45,6 +45,8 @@ class Request:
     clipping: str = "auto"
     speculated: str = "100%"
     """Share of the model that a speculative step updates early; it is not varied."""
+    passing_gradients: bool = False
+    """Gradients are not kept on the host, so nothing is clipped."""
     selective: bool = True
     """Whether attention is a fused kernel, whose output can be kept by itself."""
     compute_dtype: str = "bfloat16"
@@ -218,6 +220,8 @@ class Search:
         """What differs in more than slots, resident weights and where boundaries wait: those that need least memory."""
         values, units = self._values, len(self.model.units)
         modes = {"auto": (False, True), "deferred": (False,), "speculative": (True,)}[self.request.clipping]
+        if self.request.passing_gradients:
+            modes = (False,)
         wide = {0, self.model.layers // 2, self.model.layers, *(self._values["kept"] if "kept" in self._given else ())}
         names = ("states", "kept", "micro_batches", "every", "major", "selective")
         groups = []
@@ -366,6 +370,7 @@ class Search:
             gradient_dtype=request.gradient_dtype or request.compute_dtype,
             mean_tokens=mean / micro_batches if mean and major else mean,
             compiled=request.compiled,
+            passing_gradients=request.passing_gradients,
             fused_attention=self._fused,
         )
         device = self.machine.gpu_memory
@@ -381,6 +386,7 @@ class Search:
             boundaries_on_host=choice.host,
             boundary_every=choice.every,
             micro_batch_major=choice.major,
+            passing_gradients=self.request.passing_gradients,
         )
         return Builder(self.units(choice), choice.slots, policy)
 

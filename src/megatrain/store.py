@@ -52,22 +52,32 @@ Take = Callable[[int, torch.dtype], torch.Tensor]
 class Slab:
     """One unit's training state, on the host or on the device. Padding stays zero in every section."""
 
-    def __init__(self, layout: Layout, take: Take, compute_dtype: torch.dtype, gradient_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        take: Take,
+        compute_dtype: torch.dtype,
+        gradient_dtype: torch.dtype,
+        *,
+        keeps_gradient: bool = True,
+    ) -> None:
         self.layout = layout
         self.head = take(layout.numel, compute_dtype)
         split = compute_dtype is torch.bfloat16
         self.tail = take(layout.numel, torch.int16) if split else None
         self.exp_avg = take(layout.numel, torch.float32)
         self.exp_avg_sq = take(layout.numel, torch.float32)
-        self.gradient = take(layout.numel, gradient_dtype)
-        """Where the update finds the unit's gradient."""
+        self.gradient = take(layout.numel if keeps_gradient else 0, gradient_dtype)
+        """Where the update finds the unit's gradient; empty where it only passes."""
         self.steps = 0
         """Updates applied so far: the step count of Adam's bias correction."""
 
     @staticmethod
-    def nbytes(layout: Layout, compute_dtype: torch.dtype, gradient_dtype: torch.dtype) -> int:
+    def nbytes(
+        layout: Layout, compute_dtype: torch.dtype, gradient_dtype: torch.dtype, *, keeps_gradient: bool = True
+    ) -> int:
         """Bytes of a slab of this layout."""
-        return slab_bytes(layout.numel, compute_dtype.itemsize, gradient_dtype.itemsize)
+        return slab_bytes(layout.numel, compute_dtype.itemsize, gradient_dtype.itemsize if keeps_gradient else 0)
 
 
 class Store:
@@ -83,11 +93,14 @@ class Store:
         gradient_dtype: torch.dtype,
         on_device: Mapping[str, Take] | None = None,
         first_touch: Callable[[Slab], None] | None = None,
+        keeps_gradients: bool = True,
     ) -> None:
         """``on_device`` names the units whose state lives on the device, and where each takes its memory.
 
         ``first_touch`` gets every other slab before it is registered: who touches a page first decides where it lies.
+        Without ``keeps_gradients`` there is a place for the gradients of units on the device only.
         """
+        self._keeps_gradients = keeps_gradients
         self._kernel, self._unregister, self._first_touch = kernel, unregister, first_touch
         self._arenas: list[Arena] = []
         self._register = register
@@ -112,12 +125,14 @@ class Store:
         for unit, layout in layouts.items():
             take = on_device.get(unit)
             if take is None:
-                arena = Arena(Slab.nbytes(layout, compute_dtype, gradient_dtype), f"training state of {unit}")
-                slab = Slab(layout, arena.take, compute_dtype, gradient_dtype)
+                keeps = self._keeps_gradients
+                nbytes = Slab.nbytes(layout, compute_dtype, gradient_dtype, keeps_gradient=keeps)
+                arena = Arena(nbytes, f"training state of {unit}")
+                slab = Slab(layout, arena.take, compute_dtype, gradient_dtype, keeps_gradient=keeps)
                 if self._first_touch is not None:
                     self._first_touch(slab)
                 self._keep(arena)
-                self._gradient_bytes += layout.numel * gradient_dtype.itemsize
+                self._gradient_bytes += slab.gradient.nbytes
             else:
                 slab = Slab(layout, take, compute_dtype, gradient_dtype)
             self._slabs[unit] = slab
@@ -127,11 +142,22 @@ class Store:
 
     @staticmethod
     def bytes_needed(
-        layouts: Iterable[Layout], compute_dtype: torch.dtype, gradient_dtype: torch.dtype, boundaries: int = 0
+        layouts: Iterable[Layout],
+        compute_dtype: torch.dtype,
+        gradient_dtype: torch.dtype,
+        boundaries: int = 0,
+        landings: Iterable[int] | None = None,
     ) -> int:
-        """What `nbytes` of a store for these units will be, before it is made, with bytes of ``boundaries``."""
+        """What `nbytes` of a store for these units will be, before it is made, with bytes of ``boundaries``;
+        ``landings``: elements of each buffer that gradients pass through, None where they are kept."""
         numels = (layout.numel for layout in layouts)
-        return store_bytes(numels, compute_dtype.itemsize, gradient_dtype.itemsize, boundaries)
+        return store_bytes(numels, compute_dtype.itemsize, gradient_dtype.itemsize, boundaries, landings)
+
+    def landing(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory that gradients which are not kept pass through."""
+        arena = self.arena(numel * dtype.itemsize, "gradients")
+        self._gradient_bytes += arena.nbytes
+        return arena.take(numel, dtype)
 
     def arena(self, nbytes: int, label: str) -> Arena:
         """A new arena that the device can copy from and to fast."""

@@ -23,6 +23,7 @@ KINDS = {
     "LOSS": ("#b07aa1", "loss, both ways"),
     "BACKWARD": ("#f28e2b", "backward, with recompute where activations are not kept"),
     "UPDATE": ("#59a14f", "optimizer update"),
+    "APPLY": ("#59a14f", "optimizer update"),
     "SPECULATE": ("#59a14f", "optimizer update"),
     "RESOLVE": ("#2f6b2a", "update corrected or completed once the norm is known"),
     "FETCH": ("#76b7b2", "weights to the device"),

@@ -168,6 +168,7 @@ def open_model(
         boundary_every=config.compute.boundary_every,
         order=config.compute.order,
         gradient_dtype=config.compute.gradient_dtype,
+        host_gradients=config.placement.gradients,
         seed=config.train.seed,
         attn_implementation=config.model.attn_implementation,
         trust_remote_code=config.model.trust_remote_code,

@@ -33,6 +33,7 @@ CHOICES = {
     "kept": Choice(2, 0, 2, 2, False),
     "blocks": Choice(2, 0, 0, 2, False, every=2),
     "boundaries on the host": Choice(2, 0, 1, 4, False, host=True),
+    "passing gradients": Choice(2, 1, 0, 2, False),
     "micro-batch-major": Choice(1, 2, 4, 4, False, weights=6, major=True),
 }
 
@@ -44,7 +45,15 @@ def test_planned_bytes_are_allocated_bytes(tmp_path: Path, dtype: str, tied: boo
     config = tiny_config(tie_word_embeddings=tied, vocab_size=2048, hidden_size=128, intermediate_size=512)
     config.save_pretrained(tmp_path)
     spec, choice, rows, tokens = load_model_spec(str(tmp_path)), CHOICES[name], 4, 32
-    request = Request(rows=rows, seq_len=tokens, compute_dtype=dtype, compiled=False, loss_memory=TOTAL_MEMORY)
+    passing = name == "passing gradients"
+    request = Request(
+        rows=rows,
+        seq_len=tokens,
+        compute_dtype=dtype,
+        compiled=False,
+        loss_memory=TOTAL_MEMORY,
+        passing_gradients=passing,
+    )
     search = Search(spec, this_machine(probe(), "cpu"), request)
     names = [unit.name for unit in spec.units]
     options = {
@@ -56,6 +65,8 @@ def test_planned_bytes_are_allocated_bytes(tmp_path: Path, dtype: str, tied: boo
         "boundary_every": choice.every,
         "order": "micro_batch" if choice.major else "layer",
     }
+    if passing:
+        options |= {"host_gradients": "passing", "max_grad_norm": None}
     with Model.from_config(config, device="cpu", compute_dtype=dtype, **options) as model:
         model.reserve(rows // choice.micro_batches, tokens, choice.micro_batches)
         measured = model.memory.device_peak

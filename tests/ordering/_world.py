@@ -45,19 +45,21 @@ def outcome(
         "kernel": "reference",
         "loss_chunk_tokens": 3,
         "compile": False,
+        "max_grad_norm": 0.5,
     } | options
+    keeps = options.get("host_gradients") != "passing"
     result = []
     with Model.from_config(
-        config or small_config(), seed=1, device=device, max_grad_norm=0.5, optimizer=AdamW(lr=1e-2), **options
+        config or small_config(), seed=1, device=device, optimizer=AdamW(lr=1e-2), **options
     ) as model:
         for name in model.store.parameter_names:
             model.store.moment(name, "exp_avg_sq").fill_(variance)
         for index, step in enumerate(batches(steps)):
-            done = model.step(step, keep_gradients=True)
+            done = model.step(step, keep_gradients=keeps)
             result.append(torch.tensor([done.loss, done.grad_norm], dtype=torch.float64))
             if index == 0:
                 result.append(model.logprobs(step[0]))
-        result += model.gradients().values()
+        result += model.gradients().values() if keeps else []
         result += model.state_dict().values()
     return result
 

@@ -30,6 +30,14 @@ CASES: dict[str, dict[str, Any]] = {
         "states_on_device": ["layers.0"],
     },
     "half speculative": {"clipping": "speculative", "speculated": "67%", "variance": 1.0},
+    "passing gradients": {"host_gradients": "passing", "max_grad_norm": None},
+    "passing gradients, tied, resident, bf16": {
+        "host_gradients": "passing",
+        "max_grad_norm": None,
+        "compute_dtype": "bfloat16",
+        "config": {"tie_word_embeddings": True, "num_hidden_layers": 5},
+        "states_on_device": ["layers.1"],
+    },
     "kept, bf16": {"slots": 2, "activations": "keep", "compute_dtype": "bfloat16"},
     "boundaries on the host": {"slots": 2, "boundaries": "host", "config": {"num_hidden_layers": 5}},
     "boundaries on the host, one kept, bf16": {

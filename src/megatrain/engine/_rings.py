@@ -40,12 +40,14 @@ class Rings:
             for ring in self.grad_numel
             for members in [sum(1 for name in drained if self.grad_ring[name] == ring)]
         }
+        self._landing_ring, self.landings = landing_rings(units) if policy.passing_gradients else ({}, {})
         self._content: dict[Buffer, str | None] = {
             ("slot", ring, i): None for ring, count in self.slots.items() for i in range(count)
         }
         self._used: dict[Buffer, int] = dict.fromkeys(self._content, 0)
         self._clock = 0
         self._next: dict[str, int] = dict.fromkeys(self.grad_numel, 0)
+        self._next_landing: dict[str, int] = dict.fromkeys(self.landings, 0)
 
     @staticmethod
     def _count(ring: str, ring_of: dict[str, str], slots: int, units: int) -> int:
@@ -68,12 +70,31 @@ class Rings:
         self._next[ring] += 1
         return ("grad", ring, self._next[ring] % self.buffers[ring])
 
+    def landing(self, unit: str) -> Buffer:
+        """The next host buffer that the unit's gradient passes through, in turn."""
+        ring = self._landing_ring[unit]
+        self._next_landing[ring] += 1
+        return ("landing", ring, self._next_landing[ring] % self.landings[ring][1])
+
     def forget(self, units: Iterable[str]) -> list[Buffer]:
         """Mark the units' weights in slots as out of date; returns those slots."""
         stale = set(units)
         dropped = [slot for slot, unit in self._content.items() if unit in stale]
         self._content.update(dict.fromkeys(dropped))
         return dropped
+
+
+def landing_rings(units: Sequence[UnitSpec]) -> tuple[dict[str, str], dict[str, tuple[int, int]]]:
+    """Where gradients that are not kept on the host land: ring of each unit, and each ring's elements of a buffer and
+    buffers. One is filled while the other is read."""
+    ring_of, numel_of = _classes(units, [unit for unit in units if not unit.state_resident])
+    members = list(ring_of.values())
+    return ring_of, {ring: (numel, min(2, members.count(ring))) for ring, numel in numel_of.items()}
+
+
+def landing_sizes(units: Sequence[UnitSpec]) -> list[int]:
+    """Elements of each of those host buffers."""
+    return [numel for numel, count in landing_rings(units)[1].values() for _ in range(count)]
 
 
 class Stages:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from math import inf, isfinite
 
 from megatrain.checks import number
+from megatrain.engine.placement import check_passing
 from megatrain.errors import UserError
 from megatrain.optimizers import Optimizer, SpeculativeOptimizer
 
@@ -21,22 +22,31 @@ MODES = ("auto", "deferred", "speculative")
 class Clipping:
     """``deferred``, ``speculative``, or ``auto``: speculative while steps are rarely clipped."""
 
-    def __init__(self, mode: str, max_norm: float | None, optimizer: Optimizer) -> None:
+    def __init__(self, mode: str, max_norm: float | None, optimizer: Optimizer, *, passing: bool = False) -> None:
+        """``passing``: gradients are not kept until the norm is known, so nothing can be clipped or taken back."""
         if mode not in MODES:
             raise UserError(f"optim.clipping: {mode!r} is unknown; choose {', '.join(MODES)}")
-        if max_norm is not None:
-            number("optim.max_grad_norm", max_norm, "> 0, or null for no clipping", above=0)
-        self._mode, self.max_norm, self._optimizer = mode, max_norm, optimizer
+        self._mode, self._optimizer, self.passing = mode, optimizer, passing
+        self.max_norm: float | None = None
+        self.limit(max_norm)
         self._norms: deque[float] = deque(maxlen=RECENT)
         if mode == "speculative":
             self._require(optimizer.base_lr)
+
+    def limit(self, max_norm: float | None) -> None:
+        """Clip to this norm from the next step on; None: no clipping."""
+        if max_norm is not None:
+            number("optim.max_grad_norm", max_norm, "> 0, or null for no clipping", above=0)
+        if self.passing:
+            check_passing(max_norm, self._mode)
+        self.max_norm = max_norm
 
     def speculates(self, lr: float) -> bool:
         """Whether the next step, at this learning rate, does; the same for the same history."""
         if self._mode == "speculative":
             self._require(lr)
             return True
-        if self._mode == "deferred" or not self._can_take_back(lr):
+        if self._mode == "deferred" or self.passing or not self._can_take_back(lr):
             return False
         if self.max_norm is None:
             return True

@@ -47,6 +47,7 @@ class EngineOptions:
     boundaries_on_host: bool = False
     boundary_every: int = 1
     micro_batch_major: bool = False
+    passing_gradients: bool = False
     host_budget: int | None = None
 
 
@@ -87,6 +88,7 @@ class Engine:
             boundaries_on_host=options.boundaries_on_host,
             boundary_every=options.boundary_every,
             micro_batch_major=options.micro_batch_major,
+            passing_gradients=options.passing_gradients,
         )
         self._builder = Builder(specs, options.slots, policy)
         self._table = Table(self.memory, device.poisons)
@@ -111,7 +113,9 @@ class Engine:
 
     def train(self, run: Run) -> Ticket:
         """Submit one training step; returns the ticket after which ``run.result`` holds its results."""
-        run.result = self._store.results(len(run.batches) + 2)
+        passing = len(self._units) if self._options.passing_gradients else 0
+        results = self._store.results(passing + len(run.batches) + 2)
+        run.squares, run.result = results[:passing], results[passing:]
         run.counts = {unit: self._store.step_count(unit) + 1 for unit in self._store.units}
         shapes = [Shape.of(batch) for batch in run.batches]
         self.admit(shapes, training=True)
@@ -311,14 +315,14 @@ class Engine:
     def _allocate(self) -> None:
         """Slots and gradient buffers on the device; weights, gradients on the host."""
         rings, where = self._builder.rings, self._device.torch_device
-        compute, gradient = self._options.compute_dtype, self._options.gradient_dtype
+        compute, gradient_dtype = self._options.compute_dtype, self._options.gradient_dtype
 
         wanted: list[tuple[Buffer, str, int, torch.dtype]] = []
         for ring, numel in rings.slot_numel.items():
             label = "resident weights" if ring.startswith("own ") else "slots"
             wanted += [(("slot", ring, i), label, numel, compute) for i in range(rings.slots[ring])]
         for ring, numel in rings.grad_numel.items():
-            wanted += [(("grad", ring, i), "gradients", numel, gradient) for i in range(rings.buffers[ring])]
+            wanted += [(("grad", ring, i), "gradients", numel, gradient_dtype) for i in range(rings.buffers[ring])]
         if self._builder.policy.sum_dtype_differs:
             wanted += [
                 (("sum", ring), "gradient sums", numel, torch.float32) for ring, numel in rings.sum_numel.items()
@@ -330,6 +334,9 @@ class Engine:
         for unit in self._units:
             self._table.fix(("weights", unit.name), self._store.slab(unit.name).head)
             self._table.fix(("hostgrad", unit.name), self._store.gradient(unit.name))
+        for ring, (numel, count) in rings.landings.items():
+            for i in range(count):
+                self._table.fix(("landing", ring, i), self._store.landing(numel, gradient_dtype))
 
     @property
     def _gradient_buffers(self) -> tuple[Buffer, ...]:

@@ -1,8 +1,8 @@
 """What each kind of operation does, once its waits are met.
 
 Every method takes the operation, handles on its declared buffers and what is common to the step. All run inside a
-lane: nothing here reads a device value on the host, except `update`, `resolve` and `report`, whose lanes are the
-host's.
+lane: nothing here reads a device value on the host, except `update`, `apply`, `resolve` and `report`, whose lanes are
+the host's.
 """
 
 from __future__ import annotations
@@ -40,6 +40,12 @@ class Run:
     """Which update of each unit this step's is, from 1."""
     result: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     """Host FP64: loss of each micro-batch (a sum of token losses), then gradient norm, then clip factor."""
+    squares: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    """Host FP64: sum of squares of each unit's gradient, where gradients are not kept."""
+    applied: int = 0
+    """Units that were updated without waiting for the norm of all."""
+    stopped: bool = False
+    """One of them had a gradient that is not finite, and those after it were left as they were."""
     scores: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -169,9 +175,13 @@ class Operations:
         self._finish(op, handles)
 
     def drain(self, op: Op, handles: Handles, run: Run) -> None:
-        """Copy a unit's gradient to the host."""
-        target = handles.target(("hostgrad", op.unit))
-        self._device.copy(target, handles.read(op.reads[0])[: target.numel()])
+        """Copy a unit's gradient to the host; one that passes with its sum of squares."""
+        numel = self._units[op.unit].layout.numel
+        self._device.copy(handles.target(op.writes[0])[:numel], handles.read(op.reads[0])[:numel])
+        if len(op.writes) > 1:
+            square = run.squares[self._index[op.unit]]
+            self._device.copy(square, handles.read(("norm", op.unit)))
+            handles.put(op.writes[1], square)
 
     def norm(self, op: Op, handles: Handles, run: Run) -> None:
         """Global gradient norm and clip factor, as in ``torch.nn.utils.clip_grad_norm_``."""
@@ -199,6 +209,16 @@ class Operations:
         norm, factor = handles.read(("result",))[-2:].tolist()
         if isfinite(norm):
             self._optimizer.update(self._kernel, slab, gradient, lr=run.lr, step=step, scale=factor)
+
+    def apply(self, op: Op, handles: Handles, run: Run) -> None:
+        """Update one unit whose gradient passes, unless it or one before it in this step is not finite."""
+        run.stopped |= not isfinite(handles.read(("square", op.unit)).item())
+        if run.stopped:
+            return
+        slab = self._store.slab(op.unit)
+        gradient = handles.read(op.reads[0])[: slab.layout.numel]
+        self._optimizer.update(self._kernel, slab, gradient, lr=run.lr, step=run.counts[op.unit], scale=1.0)
+        run.applied += 1
 
     def speculate(self, op: Op, handles: Handles, run: Run) -> None:
         """Update those blocks of a unit whose update can be corrected, as if nothing were clipped."""

@@ -84,3 +84,17 @@ def activation_modes(activations: str | Sequence[str], layers: Sequence[str]) ->
 def _some(names: Mapping[str, int]) -> str:
     listed = list(names)
     return ", ".join(listed if len(listed) <= 4 else [*listed[:2], "...", *listed[-2:]])
+
+
+def check_passing(max_norm: float | None, clipping: str) -> None:
+    """Raise `UserError` for what needs the gradients of a step together, where they only pass."""
+    if max_norm is not None:
+        raise UserError(
+            f"optim.max_grad_norm: {max_norm} needs the norm of all gradients before the first update, and with"
+            " placement.gradients=passing they are not kept; use null, or placement.gradients=kept"
+        )
+    if clipping == "speculative":
+        raise UserError(
+            "optim.clipping: speculative takes updates back from gradients that are kept; use auto, or"
+            " placement.gradients=kept"
+        )

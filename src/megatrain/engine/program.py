@@ -11,6 +11,8 @@ Buffers are named by tuples:
 ``("sum", ring)``           device FP32 sum of gradients, where they leave in another dtype
 ``("grad", ring, i)``       device buffer with one unit's finished gradient, ready to leave
 ``("hostgrad", unit)``      the gradient where the update finds it: on the host, or on the device beside the state
+``("landing", ring, i)``    host buffer that gradients pass through, where they are not kept
+``("square", unit)``        on the host, sum of squares of a gradient that passes
 ``("waiting", unit)``       on the host, which blocks of the unit a speculative step has left for its end
 ``("batch", m)``            token ids, targets and positions of micro-batch m on the device
 ``("context", m)``          what the model's prologue hands to every layer: positions, rotary pairs, masks
@@ -101,6 +103,8 @@ class Policy:
     """Layers of a block: only its first layer's input is kept, the others' are computed again before its backward."""
     micro_batch_major: bool = False
     """A micro-batch passes through the whole model, forward and backward, before the next one starts."""
+    passing_gradients: bool = False
+    """Gradients are not kept on the host: a unit is updated as its own lands, without the norm of all."""
 
 
 class Builder:
@@ -136,7 +140,8 @@ class Builder:
         self._add(Op(kind="NORM", lane="compute", reads=norms, writes=(("clip",),)))
         self._add(Op(kind="PUBLISH", lane="d2h", reads=(("clip",), *losses), writes=(("result",),)))
         for unit in self.units:
-            self._update(unit)
+            if unit.state_resident or not self.policy.passing_gradients:
+                self._update(unit)
         self._release_stale(self.rings.forget(names))
         return without_unread_copies(self._ops)
 
@@ -346,10 +351,17 @@ class Builder:
     def _drain(self, unit: str, finished: Buffer) -> None:
         if self._named[unit].state_resident:
             return
-        landed: Buffer = ("hostgrad", unit)
-        self._add(Op(kind="DRAIN", lane="d2h", unit=unit, reads=(finished,), writes=(landed,), releases=(finished,)))
-        if self._speculates(unit):
-            updated: tuple[Buffer, ...] = (("weights", unit), ("state", unit), ("waiting", unit))
+        passing = self.policy.passing_gradients
+        landed: Buffer = self.rings.landing(unit) if passing else ("hostgrad", unit)
+        drain = Op(kind="DRAIN", lane="d2h", unit=unit, reads=(finished,), writes=(landed,), releases=(finished,))
+        self._add(drain)
+        updated: tuple[Buffer, ...] = (("weights", unit), ("state", unit))
+        if passing:
+            square: Buffer = ("square", unit)
+            drain.reads, drain.writes = (finished, ("norm", unit)), (landed, square)
+            self._add(Op(kind="APPLY", lane="optimizer", unit=unit, reads=(landed, square), writes=updated))
+        elif self._speculates(unit):
+            updated = (*updated, ("waiting", unit))
             self._add(Op(kind="SPECULATE", lane="optimizer", unit=unit, reads=(landed,), writes=updated))
 
     def _speculates(self, name: str) -> bool:
