@@ -35,6 +35,7 @@ _LOSS_ENTRY_HELD = 6  # bytes per logit of a chunk at its peak
 _EAGER_LOSS_HELD = 17  # the same where nothing is compiled
 _UPDATE_BYTES = 28  # of traffic per parameter: states and gradient read, states and weights written
 _SUM_BYTES = 12  # of traffic per parameter: gradient added, rounded, squared
+_TOGETHER = 2  # intermediates that forward and backward compiled as one graph hold beyond those of two graphs
 _PAIR_PASSES = 8  # over the weights of every pair of tokens: scores, mask, maximum, exponentials, sum, quotient
 _PAIRS_KEPT = 3  # of them that autograd saves: scores, weights, weights without a sink
 _RESOLVE = 0.001  # of a plain update, when nothing was clipped
@@ -135,6 +136,13 @@ class Costs:
                 each[unit.name] += self._attention
         return each
 
+    @cached_property
+    def _last_product(self) -> float:
+        """Seconds of a layer's last product over all tokens, which a compiled backward does not compute again: only the
+        layer's output needs it."""
+        flops = self.workload.timed_tokens * self.model.last_product_flops
+        return flops / (self.machine.layer_rate if self._half else self.machine.fp32_rate)
+
     def seconds(self, op: Op, mode: Mode) -> float:
         """How long an operation takes; ``mode``: what its unit keeps for its backward."""
         numel = self._units[op.unit].layout.numel if op.unit else 0
@@ -154,6 +162,8 @@ class Costs:
             case "BACKWARD":
                 forward, sums = self._forward[op.unit], memory * _SUM_BYTES * work.micro_batches
                 again = {"keep": 0.0, "selective": forward - self._attention, "recompute": forward}[mode]
+                if mode == "recompute" and work.compiled and self._units[op.unit].structure >= 0:
+                    again -= self._last_product
                 return self._launch * work.micro_batches + 2 * forward + again + sums
             case "LOSS":
                 entries = work.timed_tokens * self.model.vocabulary * _LOSS_ENTRY_BYTES / machine.gpu_memory_rate
@@ -223,7 +233,8 @@ class Costs:
         if mode == "keep":
             return token * passing + gradients
         again = work.micro_tokens * self._graph_bytes("keep")
-        return max(again + token * passing, token * (passing + model.width) + gradients)
+        most = passing + (_TOGETHER * model.intermediate if work.compiled and mode == "recompute" else 0)
+        return max(again + token * most, token * (passing + model.width) + gradients)
 
     def loss_chunk(self) -> int:
         """Tokens whose logits exist at a time."""

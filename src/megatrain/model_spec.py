@@ -91,6 +91,11 @@ class ModelSpec:
         """Forward FLOPs per token of one layer's attention products in a sequence of ``seq_len``, causal."""
         return 2.0 * (seq_len + 1) * self.heads * self.head_dim
 
+    @property
+    def last_product_flops(self) -> float:
+        """Forward FLOPs per token of a layer's last product; 0 with experts: the router's gradient needs theirs."""
+        return 0.0 if self.experts else 2.0 * self.intermediate * self.width
+
     def flops_per_token(self, seq_len: int) -> float:
         """FLOPs of forward and backward, without recompute."""
         matrices = sum(self.matrix_flops(unit) for unit in self.units)

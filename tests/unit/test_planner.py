@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatrain.costs import LIBRARIES
 from megatrain.engine.placement import activation_modes, resident_units
 from megatrain.errors import UserError
 from megatrain.layout import slab_bytes
@@ -22,32 +23,34 @@ GIB = 2**30
 model = cache(load_model_spec)
 machine = cache(load_machine)
 
-# Qwen2.5-7B on one H200 with 16 cores and 128 GiB, sequence 1024: states on the device, layers kept, speculative, rows,
-# seconds a step, device peak in GiB (None: measured with another chunk of the loss). benchmarks/results
+# On one H200 with 16 cores and 128 GiB, Qwen2.5 shapes, sequence 1024: states on the device, layers kept, clipping with
+# the share of the model that speculates, rows, micro-batches, seconds a step, device peak in GiB. benchmarks/results
 MEASURED = [
-    (0, 0, False, 16, 3.15, None),
-    (0, 0, False, 16, 3.08, None),
-    (0, 0, False, 64, 6.63, 31.1),
-    (0, 0, False, 64, 6.82, 31.2),
-    (0, 0, True, 16, 2.30, 13.0),
-    (0, 0, True, 64, 6.22, 31.2),
-    (30, 0, False, 16, 1.59, 108.4),
-    (30, 7, False, 16, 1.456, 123.7),
-    (6, 5, False, 64, 5.79, 90.5),
-    (26, 0, False, 64, 6.30, 114.2),
-    (20, 0, False, 128, 12.35, 120.2),
+    ("7b", 0, 0, "deferred", 16, 1, 2.65, 14.0),
+    ("7b", 0, 0, "deferred", 64, 1, 5.88, 35.7),
+    ("7b", 0, 0, "deferred", 128, 1, 11.52, 64.5),
+    ("7b", 0, 0, "55%", 16, 1, 2.00, 13.9),
+    ("7b", 0, 0, "100%", 64, 1, 5.70, 35.6),
+    ("7b", 0, 0, "100%", 64, 1, 5.82, 35.6),
+    ("7b", 0, 0, "100%", 128, 1, 11.45, 64.5),
+    ("7b", 5, 5, "deferred", 64, 1, 5.63, 87.5),
+    ("7b", 6, 1, "deferred", 128, 1, 11.38, 85.9),
+    ("14b", 19, 0, "deferred", 16, 2, 4.01, 93.1),
+    ("14b", 19, 10, "100%", 16, 1, 2.72, 112.5),
+    ("14b", 19, 0, "deferred", 64, 2, 10.97, 121.5),
 ]
 
 
-@pytest.mark.parametrize(("states", "kept", "speculative", "rows", "seconds", "peak"), MEASURED)
+@pytest.mark.parametrize(("shape", "states", "kept", "clipping", "rows", "micros", "seconds", "peak"), MEASURED)
 def test_predictions_against_what_was_measured(
-    states: int, kept: int, speculative: bool, rows: int, seconds: float, peak: float | None
+    shape: str, states: int, kept: int, clipping: str, rows: int, micros: int, seconds: float, peak: float
 ) -> None:
-    search = Search(model("qwen2.5-7b"), machine("h200-128gb"), Request(rows=rows, seq_len=1024))
-    choice = Choice(2, states, kept, 1, speculative)
+    speculative = clipping != "deferred"
+    request = Request(rows=rows, seq_len=1024, speculated=clipping if speculative else "100%")
+    search = Search(model(f"qwen2.5-{shape}"), machine("h200-128gb"), request)
+    choice = Choice(2, states, kept, micros, speculative)
     assert search.timeline(choice).seconds == pytest.approx(seconds, rel=0.1)
-    if peak is not None:
-        assert peak <= search.peak(choice)[0] / GIB <= 1.06 * peak
+    assert peak <= (search.peak(choice)[0] - LIBRARIES) / GIB <= 1.05 * peak
 
 
 def test_host_bytes_against_what_was_measured() -> None:
