@@ -18,7 +18,7 @@ from megatrain.devices import Device
 from megatrain.engine._rings import landing_sizes
 from megatrain.engine.buffers import DeviceMemory
 from megatrain.engine.executor import Engine, EngineOptions
-from megatrain.engine.placement import Mode, Placement, activation_modes, last_units, resident_units
+from megatrain.engine.placement import Mode, Placement, activation_modes, check_order, last_units, resident_units
 from megatrain.engine.program import UnitSpec
 from megatrain.engine.template import Templates
 from megatrain.errors import UserError
@@ -148,11 +148,7 @@ def _place(decoder: Decoder, settings: Settings, compute: torch.dtype, gradient:
             f" {readable_bytes(needed)} ({needed} bytes); raise it, or train a smaller model"
         )
     streamed = [name for name in layouts if name not in weights | states]
-    if choice("compute.order", settings.order, ("layer", "micro_batch")) == "micro_batch" and streamed:
-        raise UserError(
-            f"compute.order: micro_batch needs all weights on the device, and those of {streamed[0]} stream; set"
-            " placement.weights=100% or placement.states=100%, or use order=layer"
-        )
+    check_order(choice("compute.order", settings.order, ("layer", "micro_batch")), streamed)
     return EngineOptions(
         slots=settings.slots,
         activations=_modes(decoder, settings.activations),

@@ -35,7 +35,7 @@ _LOSS_ENTRY_HELD = 6  # bytes per logit of a chunk at its peak
 _EAGER_LOSS_HELD = 17  # the same where nothing is compiled
 _UPDATE_BYTES = 28  # of traffic per parameter: states and gradient read, states and weights written
 _SUM_BYTES = 12  # of traffic per parameter: gradient added, rounded, squared
-_TOGETHER = 2  # intermediates that forward and backward compiled as one graph hold beyond those of two graphs
+_TOGETHER = 2  # intermediates that a compiled recompute and backward hold beyond those of kept activations
 _PAIR_PASSES = 8  # over the weights of every pair of tokens: scores, mask, maximum, exponentials, sum, quotient
 _PAIRS_KEPT = 3  # of them that autograd saves: scores, weights, weights without a sink
 _RESOLVE = 0.001  # of a plain update, when nothing was clipped
@@ -162,7 +162,7 @@ class Costs:
             case "BACKWARD":
                 forward, sums = self._forward[op.unit], memory * _SUM_BYTES * work.micro_batches
                 again = {"keep": 0.0, "selective": forward - self._attention, "recompute": forward}[mode]
-                if mode == "recompute" and work.compiled and self._units[op.unit].structure >= 0:
+                if mode != "keep" and work.compiled and self._units[op.unit].structure >= 0:
                     again -= self._last_product
                 return self._launch * work.micro_batches + 2 * forward + again + sums
             case "LOSS":
@@ -233,7 +233,7 @@ class Costs:
         if mode == "keep":
             return token * passing + gradients
         again = work.micro_tokens * self._graph_bytes("keep")
-        most = passing + (_TOGETHER * model.intermediate if work.compiled and mode == "recompute" else 0)
+        most = passing + (_TOGETHER * model.intermediate if work.compiled else 0)
         return max(again + token * most, token * (passing + model.width) + gradients)
 
     def loss_chunk(self) -> int:

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from megatrain.devices import Device, Ticket
 from megatrain.errors import LaneError, UserError
 
+_UNDER_WAY = "it was interrupted in the middle of its work"
+
 
 class Lifecycle:
     """The state of one model on ``device``."""
@@ -44,7 +46,8 @@ class Lifecycle:
     def complete(
         self, submit: Callable[[], Ticket], wait: Callable[[Ticket], None], finish: Callable[[], None] = lambda: None
     ) -> None:
-        """Submit a program and wait for its results, through one Ctrl-C; then ``finish`` its bookkeeping."""
+        """Submit a program and wait for its results, through one Ctrl-C; then ``finish`` its bookkeeping, which may
+        `abandon` the model."""
         interrupted = None
         with self.all_or_broken():
             ticket = submit()
@@ -63,11 +66,12 @@ class Lifecycle:
 
         The model counts as broken until the end, because Ctrl-C may come between any two lines.
         """
-        self._broken = "it was interrupted in the middle of its work"
+        self._broken = _UNDER_WAY
         try:
             yield
         except UserError:
-            self._broken = None
+            if self._broken == _UNDER_WAY:
+                self._broken = None
             raise
         except LaneError as error:
             self.abandon(str(error))
@@ -75,7 +79,8 @@ class Lifecycle:
         except BaseException as error:
             self.abandon(f"it was interrupted ({type(error).__name__}) and what was left of the step was dropped")
             raise
-        self._broken = None
+        if self._broken == _UNDER_WAY:
+            self._broken = None
 
     def abandon(self, reason: str) -> None:
         """What was begun cannot be completed: the model can no longer be used."""

@@ -225,14 +225,15 @@ class Model:
 
         def finish() -> None:
             self._engine.count(run)
-            self._clipping.note(run.result[-2].item())
+            norm = run.result[-2].item()
+            self._clipping.note(norm)
+            if self._clipping.passing and not isfinite(norm):
+                self._refuse_half_a_step(run)
 
         self._life.complete(submit, self._engine.wait, finish)
         *losses, norm, factor = run.result.tolist()
         self._gradients_kept = keep_gradients
         skipped = not isfinite(norm)
-        if skipped and self._clipping.passing:
-            self._refuse_half_a_step(run, sum(losses) / run.tokens)
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         if self._skipped_in_a_row >= MAX_SKIPPED:
             raise UserError(
@@ -248,15 +249,15 @@ class Model:
             corrected=run.speculative and factor != 1,
         )
 
-    def _refuse_half_a_step(self, run: Run, loss: float) -> None:
+    def _refuse_half_a_step(self, run: Run) -> None:
         """Raise when units were updated before a gradient came that is not finite."""
         self._device.drain()
         if run.applied:
             self._life.abandon(f"step {run.step} had a non-finite gradient after {run.applied} units were updated")
             raise UserError(
-                f"training: step {run.step} (counted from 0) had a non-finite gradient (loss {loss}) in a unit whose"
-                f" {run.applied} followers were updated already, as placement.gradients=passing does. Load the last"
-                " checkpoint; lower optim.lr, look at the data of this step, or use placement.gradients=kept"
+                f"training: step {run.step} (counted from 0) had a non-finite gradient in a unit whose {run.applied}"
+                " followers were updated already, as placement.gradients=passing does. Load the last checkpoint; lower"
+                " optim.lr, look at the data of this step, or use placement.gradients=kept"
             )
 
     def gradients(self) -> dict[str, torch.Tensor]:

@@ -262,11 +262,6 @@ def _changes(request: Request, machine: MachineSpec, run_file: bool) -> Iterator
         yield [("compute.dtype=bfloat16", replace(request, compute_dtype="bfloat16", gradient_dtype=None))]
     elif request.gradient_dtype == "float32":
         yield [("compute.gradient_dtype=bfloat16", replace(request, gradient_dtype="bfloat16"))]
-    if not request.passing_gradients:
-        words = "--gradients passing"
-        if run_file:
-            words = "optim.max_grad_norm=null optim.clipping=auto placement.gradients=passing"
-        yield [(words, replace(request, passing_gradients=True))]
     if request.device_memory is not None and request.device_memory < machine.gpu_memory:
         yield [(f"placement.device_memory={machine.gpu_memory >> 20}MiB", replace(request, device_memory=None))]
     if request.host_memory is not None and request.host_memory < machine.host_memory:
@@ -279,6 +274,11 @@ def _changes(request: Request, machine: MachineSpec, run_file: bool) -> Iterator
     else:
         yield [(_step_option(r), r) for r in fewer]
         yield [(f"{_step_option(r)} --seq-len {r.seq_len}", r) for r in shorter if r.seq_len >= _SHORTEST]
+    if not request.passing_gradients:
+        words = "--gradients passing"
+        if run_file:
+            words = "optim.max_grad_norm=null optim.clipping=auto placement.gradients=passing"
+        yield [(words, replace(request, passing_gradients=True))]
 
 
 def _step_option(request: Request) -> str:

@@ -21,7 +21,7 @@ from megatrain.datasets._load import Dataset, Progress, load_dataset
 from megatrain.devices import device_name
 from megatrain.devices._host import TOTAL_MEMORY
 from megatrain.engine._rings import landing_sizes
-from megatrain.engine.placement import resident_units
+from megatrain.engine.placement import check_passing, resident_units
 from megatrain.engine.program import UnitSpec
 from megatrain.errors import UserError
 from megatrain.hub import find_model
@@ -88,10 +88,13 @@ class Prepared:
 
 def prepare(config: RunConfig, progress: Progress) -> Prepared:
     """Find, read and check everything that ``config`` names. Raises :class:`UserError`; writes nothing."""
+    if config.placement.gradients == "passing":
+        check_passing(config.optim.max_grad_norm, config.optim.clipping)
     asked, config = config, auto.with_options(config, _saved_choice(config))
     m = config.model
     folder = find_model(m.name_or_path, m.revision, m.trust_remote_code, progress)
     model_config = read_model_config(folder, m.trust_remote_code)
+    _check_model(model_config, m.attn_implementation)
     files = ModelFiles(folder)
     layouts = _layouts(files, model_config)
     parameters = sum(layout.num_parameters for layout in layouts.values())
@@ -218,6 +221,13 @@ def read_model_config(folder: Path, trust_remote_code: bool) -> Any:
             f"model.name_or_path: {folder / 'config.json'}: {' '.join(str(e).split())[:200]}\n"
             "  fix:   give a model that this version of transformers knows, or correct config.json"
         ) from None
+
+
+def _check_model(model_config: Any, attn_implementation: str) -> None:
+    from megatrain.models._skeleton import check_config, refuse_converted_files
+
+    check_config(model_config, attn_implementation)
+    refuse_converted_files(model_config)
 
 
 def _layouts(files: ModelFiles, model_config: Any) -> dict[str, Layout]:

@@ -16,7 +16,7 @@ from typing import Any
 from megatrain.costs import Costs, Workload
 from megatrain.engine._rings import blocks_of
 from megatrain.engine.peak import planned_peak
-from megatrain.engine.placement import Mode, activation_modes, last_units, resident_units
+from megatrain.engine.placement import Mode, activation_modes, check_order, last_units, resident_units
 from megatrain.engine.program import Builder, Op, Policy, UnitSpec
 from megatrain.engine.simulate import Timeline, Waiting, derive, simulate
 from megatrain.layout import slab_bytes
@@ -237,10 +237,15 @@ class Search:
             if major and "major" not in self._given and (micros == 1 or every > 1 or kept not in wide):
                 continue
             weights = units if major and "weights" not in self._given else min(values["weights"])
+            if major and max(states, weights) < units:
+                continue  # weights that stream
             slots = min(values["slots"])
             for speculative in modes[:1] if states == units else modes:  # no update on the host: nothing to speculate
                 host = max(values["host"]) and ("host" in self._given or not major)
                 groups.append(Choice(slots, states, kept, micros, speculative, weights, every, host, major, selective))
+        if not groups:
+            resident = max(max(values["states"]), max(values["weights"]))
+            check_order("micro_batch", [unit.name for unit in self.model.units[resident:]])
         return groups
 
     def _may_fit(self, group: Choice) -> bool:

@@ -93,7 +93,7 @@ def test_speculative_seeds_are_bitwise_equal(seed: int) -> None:
     assert same(outcome(SimDevice(seed=seed), **options), outcome(SimDevice(seed=0), **options))
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in (1, 2, 3))])
 def test_200_seeds_are_bitwise_equal(block: int) -> None:
     options = options_of("tied, two slots")
     expected = outcome(SimDevice(seed=0), **options)
@@ -119,7 +119,19 @@ class Recorder(WaitTracker):
         return ticket, [wait for wait in waits if (ticket, wait) != self.omitted]
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = {
+    "tied, two slots",
+    "one weight and two states resident, bf16",
+    "speculative, tied, resident, bf16",
+    "passing gradients",
+    "kept, bf16",
+    "micro-batch-major",
+}
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_every_wait_is_needed(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options = options_of(case)
     monkeypatch.setattr(executor, "WaitTracker", Recorder)

@@ -61,7 +61,7 @@ DEEP = pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     ("layers", "slots"),
-    [(2, 1), (2, 2), (2, 4), pytest.param(12, 1, marks=DEEP), (12, 2), pytest.param(12, 14, marks=DEEP)],
+    [(2, 1), (2, 2), (2, 4), *(pytest.param(12, slots, marks=DEEP) for slots in (1, 2, 14))],
 )
 def test_fp32(layers: int, slots: int, tied: bool, dropout: float, activations: str) -> None:
     if dropout and activations == "selective":

@@ -16,9 +16,9 @@ from megatrain import machine
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize(("width", "layers"), [(1024, 8), pytest.param(768, 8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("width", "layers"), [(768, 8), pytest.param(1024, 8, marks=pytest.mark.slow)])
 def test_predicted_is_never_below_and_within_a_tenth(tmp_path: Path, width: int, layers: int) -> None:
-    """Of models of 101 and 57 million parameters: for smaller ones the 600 MiB allowed for the process are too much."""
+    """Of models of 57 and 101 million parameters: for smaller ones the 600 MiB allowed for the process are too much."""
     make_model(
         tmp_path / "model",
         hidden_size=width,

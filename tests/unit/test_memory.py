@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 from collections.abc import Iterator
@@ -176,8 +177,8 @@ def test_micro_batch_major_sums_each_unit_apart() -> None:
 def test_boundaries_are_host_memory(device: str, dtype: str) -> None:
     config = tiny_config(num_hidden_layers=8)
     options: dict[str, Any] = {"config": config, "compute_dtype": dtype, "boundaries": "host"}
-    step = batches(3, tokens=1200)
-    boundaries = 8 * 3 * 2 * 1200 * config.hidden_size * (2 if dtype == "bfloat16" else 4)
+    step = batches(3, tokens=400)
+    boundaries = 8 * 3 * 2 * 400 * config.hidden_size * (2 if dtype == "bfloat16" else 4)
     with model_of(device, **options) as model:
         before = model.memory.host_bytes
         model.step(batches(1))
@@ -187,7 +188,7 @@ def test_boundaries_are_host_memory(device: str, dtype: str) -> None:
     with model_of(device, host_memory=needed, **options) as model:
         model.step(step)
     with model_of(device, host_memory=needed - 1, **options) as model:
-        for call in (lambda: model.step(step), lambda: model.reserve(2, 1200, 3)):
+        for call in (lambda: model.step(step), lambda: model.reserve(2, 400, 3)):
             with pytest.raises(UserError, match=rf"placement\.host_memory: .*boundary activations.*\({needed} bytes\)"):
                 call()
         model.step(batches(1))
@@ -222,6 +223,19 @@ def test_a_closed_model_holds_no_buffer(device: str) -> None:
         model.step(batches(1))
     large = [t for t in gc.get_objects() if type(t) is torch.Tensor and not t.is_meta and t.numel() >= 320 * 64]
     assert not [(tuple(t.shape), t.dtype) for t in large]
+
+
+def test_a_model_that_is_refused_holds_no_buffer(device: str) -> None:
+    """Not even until the next garbage collection: whoever is refused tries again with less."""
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(UserError):
+            model_of(device, activations="selective", attn_implementation="eager", compute_dtype="bfloat16")
+        large = [t for t in gc.get_objects() if type(t) is torch.Tensor and not t.is_meta and t.numel() >= 320 * 64]
+        assert not [(tuple(t.shape), t.dtype) for t in large]
+    finally:
+        gc.enable()
 
 
 def test_the_default_chunk_of_the_loss_fits_too(device: str) -> None:

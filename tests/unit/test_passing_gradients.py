@@ -125,6 +125,25 @@ def test_one_in_the_middle_ends_the_run_and_says_how_to_go_on(
         model.step(rows(1, seed=1))
 
 
+def test_ctrl_c_in_such_a_step_leaves_no_model_that_looks_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine(tiny_config(), "cpu", **PASSING) as model:
+        model.step(rows(1))
+        wait, calls = model._engine.wait, []
+
+        def interrupted(ticket: Any) -> None:
+            calls.append(ticket)
+            if len(calls) == 1:
+                raise KeyboardInterrupt
+            wait(ticket)
+
+        monkeypatch.setattr(model._engine, "wait", interrupted)
+        poisoned(monkeypatch, "layers.1")
+        with pytest.raises(UserError, match="followers were updated already"):
+            model.step(rows(1, seed=1))
+        with pytest.raises(UserError, match="half updated"):
+            model.state_dict()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -19,7 +19,11 @@ SVG = "{http://www.w3.org/2000/svg}"
 UNITS = [UnitSpec("embedding", 8, lookup=True, keeps=True), *[UnitSpec(f"layers.{i}", 8) for i in range(4)]]
 UNITS.append(UnitSpec("head", 8))
 # Between them these policies have every kind of operation of a training step.
-POLICIES = [(Policy(), False), (Policy(boundaries_on_host=True, boundary_every=2), True)]
+POLICIES = [
+    (Policy(), False),
+    (Policy(boundaries_on_host=True, boundary_every=2), True),
+    (Policy(passing_gradients=True), False),
+]
 
 
 def timeline(factor: float = 1.0, policy: Policy = POLICIES[0][0], *, speculative: bool = False) -> Timeline:

@@ -16,6 +16,7 @@ from megatrain.errors import UserError
 from megatrain.layout import slab_bytes
 from megatrain.machines import MachineSpec, known_machines, load_machine
 from megatrain.model_spec import ModelSpec, known_models, load_model_spec
+from megatrain.plan_report import report
 from megatrain.planner import Plan, _activations, plan
 from megatrain.search import Choice, Request, Search, _is_no_slower
 
@@ -78,8 +79,14 @@ fixed = st.fixed_dictionaries(
         ),
         "compute.boundaries": st.sampled_from(["device", "host"]),
         "compute.boundary_every": st.sampled_from([1, 3]),
-        "compute.order": st.just("layer"),
+        "compute.order": st.sampled_from(["layer", "micro_batch"]),
     },
+).filter(
+    lambda given: (
+        given.get("compute.order") != "micro_batch"  # with weights that stream it is refused by name
+        or given.get("placement.weights", "100%") == "100%"
+        or given.get("placement.states") == "100%"
+    )
 )
 requests = st.builds(
     Request,
@@ -87,6 +94,7 @@ requests = st.builds(
     seq_len=st.sampled_from([128, 1024, 4096, 32768]),
     clipping=st.sampled_from(["auto", "deferred", "speculative"]),
     speculated=st.sampled_from(["100%", "50%", "0%"]),
+    passing_gradients=st.booleans(),
     selective=st.booleans(),
     compute_dtype=st.sampled_from(["bfloat16", "float32"]),
     gradient_dtype=st.sampled_from([None, "float32"]),
@@ -270,7 +278,7 @@ def test_shares_name_whole_layers(kept: int) -> None:
     ("name", "where", "request_", "ways"),
     [
         ("qwen2.5-72b", "h200-128gb", Request(rows=64, seq_len=1024), ["--machine h200-1.5tb", "--model qwen2.5-14b"]),
-        ("qwen2.5-7b", "rtx4090-128gb", Request(rows=4, seq_len=65536), ["train.batch_size=1", "data.max_seq_len="]),
+        ("qwen2.5-7b", "rtx4090-128gb", Request(rows=4, seq_len=65536), ["data.max_seq_len="]),
         (
             "qwen2.5-7b",
             "h200-128gb",
@@ -297,6 +305,21 @@ def test_a_refusal_names_the_bytes_and_ways_out(name: str, where: str, request_:
         assert fix.startswith(way), str(error.value)
 
 
+def test_without_clipping_120_billion_parameters_fit_where_they_do_not_with_it() -> None:
+    request = Request(rows=128, seq_len=1024)
+    with pytest.raises(UserError, match=r"fix: +--gradients passing +[\d.]+ s"):
+        plan(model("gpt-oss-120b"), machine("h200-1.5tb"), request, run_file=False)
+    found = plan(model("gpt-oss-120b"), machine("h200-1.5tb"), replace(request, passing_gradients=True))
+    words = {"placement.gradients=passing", "optim.max_grad_norm=null", "optim.clipping=deferred"}
+    assert words <= set(found.overrides)
+    parameters = model("gpt-oss-120b").parameters
+    kept = Search(model("gpt-oss-120b"), machine("h200-1.5tb"), request).host_bytes(Choice(2, 0, 0, 1, False))
+    passing = Search(model("gpt-oss-120b"), machine("h200-1.5tb"), found.request).host_bytes(Choice(2, 0, 0, 1, False))
+    assert sum(kept.values()) == pytest.approx(14 * parameters, rel=0.001)
+    assert 12 * parameters <= sum(passing.values()) <= 12.2 * parameters
+    assert "12 bytes a parameter" in "\n".join(report(found, 10**9))
+
+
 def test_a_way_out_is_a_way_out() -> None:
     request = Request(rows=4, seq_len=65536)
     with pytest.raises(UserError) as error:
@@ -307,7 +330,13 @@ def test_a_way_out_is_a_way_out() -> None:
     assert found.seconds == pytest.approx(float(promised[2]), abs=0.01)
 
 
+def test_an_order_that_streaming_weights_do_not_allow_is_refused_by_name() -> None:
+    fixed = {"compute.order": "micro_batch", "placement.weights": None, "placement.states": "20%"}
+    with pytest.raises(UserError, match=r"compute\.order: micro_batch needs .* those of embedding stream"):
+        plan(model("smollm2-135m"), machine("rtx4090-128gb"), Request(rows=8, seq_len=1024, fixed=fixed))
+
+
 def test_a_set_option_in_the_way_is_named_first() -> None:
-    request = Request(rows=16, seq_len=4096, fixed={"compute.activations": "keep", "train.micro_batch_size": 16})
+    request = Request(rows=8, seq_len=4096, fixed={"compute.activations": "keep", "train.micro_batch_size": 8})
     with pytest.raises(UserError, match=r"fix: +compute\.activations=auto +[\d.]+ s"):
         plan(model("qwen2.5-7b"), machine("rtx4090-128gb"), request)

@@ -106,7 +106,16 @@ class Engine:
             ),
             gradient=lambda unit: self._lend(self._scratch(unit, differs=differs), unit),
         )
-        kinds = {(u.structure, options.activations[u.name]): u for u in self._units if u.name in options.activations}
+        try:
+            self._check_kept()
+        except BaseException:  # who is refused tries again, and a second copy of the state may not fit
+            self.close()
+            raise
+
+    def _check_kept(self) -> None:
+        """Raise `UserError` unless layers of every kind can keep what they are to keep."""
+        modes = self._options.activations
+        kinds = {(unit.structure, modes[unit.name]): unit for unit in self._units if unit.name in modes}
         for (_, mode), unit in kinds.items():
             label = f"trying whether {unit.name} can be kept"
             self.memory.check(self._try_on_compute(partial(self._workspaces.check_keep, unit, mode), label), label)
@@ -285,8 +294,8 @@ class Engine:
                 failures.append(MemoryError(str(error)))
 
         self._on_compute(attempt, label)
-        for failure in failures:
-            raise failure
+        if failures:
+            raise failures.pop()
         return results[0]
 
     def _on_compute(self, run: Callable[[], None], label: str) -> None:

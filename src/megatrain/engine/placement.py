@@ -98,3 +98,12 @@ def check_passing(max_norm: float | None, clipping: str) -> None:
             "optim.clipping: speculative takes updates back from gradients that are kept; use auto, or"
             " placement.gradients=kept"
         )
+
+
+def check_order(order: str, streamed: Sequence[str]) -> None:
+    """Raise `UserError` for an order that the ``streamed`` units, whose weights are not on the device, do not allow."""
+    if order == "micro_batch" and streamed:
+        raise UserError(
+            f"compute.order: micro_batch needs all weights on the device, and those of {streamed[0]} stream; set"
+            " placement.weights=100% or placement.states=100%, or use order=layer"
+        )

@@ -46,13 +46,28 @@ def refuse_converted_files(config: PreTrainedConfig) -> None:
     if any(isinstance(entry, WeightConverter) for entry in mapping):
         raise UserError(
             f"model: checkpoints of type {config.model_type!r} hold each expert apart, where the model holds them in"
-            " one tensor; that cannot be converted yet, neither to load nor to save"
+            " one tensor; that cannot be converted yet, neither to load nor to save. Use a type whose files hold them"
+            " together (gpt_oss), or a dense model"
         )
 
 
 def supports_sdpa(config: PreTrainedConfig) -> bool:
     """Whether PyTorch's fused attention computes the model's."""
     return bool(getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_supports_sdpa", True))
+
+
+def check_config(config: PreTrainedConfig, attn_implementation: str) -> None:
+    """Raise `UserError` for what a config asks for and layers cannot do one by one."""
+    if attn_implementation == "sdpa" and not supports_sdpa(config):
+        raise UserError(
+            f"model.attn_implementation: sdpa: model type {config.model_type!r} has attention that PyTorch's"
+            " scaled_dot_product_attention cannot compute; use model.attn_implementation=eager"
+        )
+    if getattr(config, "output_router_logits", False):
+        raise UserError(
+            "model: output_router_logits: true asks for the loss that balances experts, which is not computed layer"
+            " by layer yet; set it to false in config.json"
+        )
 
 
 def build_skeleton(
@@ -62,11 +77,7 @@ def build_skeleton(
 
     Raises `UserError` when transformers has no such model or refuses the config.
     """
-    if attn_implementation == "sdpa" and not supports_sdpa(config):
-        raise UserError(
-            f"model.attn_implementation: sdpa: model type {config.model_type!r} has attention that PyTorch's"
-            " scaled_dot_product_attention cannot compute; use model.attn_implementation=eager"
-        )
+    check_config(config, attn_implementation)
     with _parameters_on_meta():
         try:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(

@@ -124,11 +124,6 @@ class Decoder:
     ) -> None:
         causal = build_skeleton(config, dtype, attn_implementation, trust_remote_code)
         self.config, self._causal = causal.config, causal
-        if getattr(self.config, "output_router_logits", False):
-            raise UserError(
-                "model: output_router_logits: true asks for the loss that balances experts, which is not computed layer"
-                " by layer yet; set it to false in config.json"
-            )
         self.dropout = has_dropout(causal)
         prefix = causal.base_model_prefix
         base = self._require(getattr(causal, prefix, None), f"a base model under {prefix!r}")
