@@ -228,10 +228,11 @@ class Engine:
         return self._try_on_compute(partial(self._workspaces.seconds_together, shape, work), f"TIME {shape}")
 
     def predict(self, trace: Trace) -> Timeline:
-        """The last step of a trace, simulated: its arithmetic takes what it takes alone, measured now (the loss in
-        proportion to its targets), and everything else its typical time in the trace."""
-        shapes = {micro_batch.shape for step in trace.micro_batches.values() for micro_batch in step}
-        alone = {shape: self._time_alone(shape) for shape in shapes}
+        """The last step of a trace, simulated: its arithmetic takes what it takes alone, measured now on its largest
+        micro-batch, in proportion to tokens (the loss: targets), and everything else its typical time in the trace."""
+        last = trace.micro_batches[max(trace.micro_batches)]
+        largest = max((micro_batch.shape for micro_batch in last), key=lambda shape: shape.rows * shape.tokens)
+        alone = self._time_alone(largest)
         typical = trace.typical_seconds({unit.name: unit.structure for unit in self._units})
 
         def seconds(waiting: Waiting) -> float:
@@ -239,7 +240,9 @@ class Engine:
             if not _is_arithmetic(op):
                 return typical(op)
             micro_batch = trace.micro_batches[waiting.step][op.micro]
-            return alone[micro_batch.shape](op) * (micro_batch.targets if op.kind == "LOSS" else 1)
+            shape = micro_batch.shape
+            share = shape.rows * shape.tokens / (largest.rows * largest.tokens)
+            return alone(op) * share * (micro_batch.targets if op.kind == "LOSS" else 1)
 
         program = [timed.waiting for timed in trace.ops]
         costs = {id(waiting.op): seconds(waiting) for waiting in program}

@@ -106,7 +106,8 @@ class Workspaces:
         times: dict[tuple[str, int], float] = {}
 
         def note(kind: str, unit: Unit, run: Callable[[], object]) -> None:
-            times[kind, unit.structure] = self._device.seconds(run)
+            if kind != "SCORE":  # no part of a training step
+                times[kind, unit.structure] = self._device.seconds(run)
 
         self._visit(shape, Need(peak={}, held={}), note, mode, once=False)
         for unit in self._templates.decoder.units:
