@@ -99,13 +99,17 @@ class Chooser:
     request: Request
     share: float = 1.0
     """Of the device memory that a plan may use."""
+    saved: RunConfig | None = None
+    """What was chosen before the run was saved: it is tried first, as this may be another machine."""
 
     def choose(self) -> Choice:
-        """The fastest choice that is predicted to fit; raises `UserError` with ways out when none is.
+        """The saved choice, or the fastest that is predicted to fit; raises `UserError` with ways out when none is.
 
         Where memory is short the plan may use the margins too. On the CPU, whose activations are predicted less well,
         the smallest one is chosen in the end: the engine measures whether it fits.
         """
+        if self.saved is not None:
+            return Choice(config=self.saved, device_limit=self._device_limit)
         for device_margin, host_margin in ((DEVICE_MARGIN, HOST_MARGIN), (0.0, 0.0)):
             search = Search(
                 self.model,
@@ -124,6 +128,8 @@ class Chooser:
     def after(self, error: UserError) -> Chooser | None:
         """Who chooses next when the engine has refused a choice for what it measured; None where nothing is left."""
         text = str(error)
+        if self.saved is not None and text.startswith(("compute.activations:", "placement.device_memory:")):
+            return replace(self, saved=None)
         if text.startswith("compute.activations:") and self.config.compute.activations == "auto":
             if "selective" in text and self.request.selective:
                 return replace(self, request=replace(self.request, selective=False))

@@ -88,7 +88,7 @@ class Prepared:
 
 def prepare(config: RunConfig, progress: Progress) -> Prepared:
     """Find, read and check everything that ``config`` names. Raises :class:`UserError`; writes nothing."""
-    asked, config = config, auto.with_options(config, _saved_choice(config))
+    asked, config = config, auto.with_options(config, _saved_choice(config))  # empty, or every choice of that run
     m = config.model
     folder = find_model(m.name_or_path, m.revision, m.trust_remote_code, progress)
     model_config = read_model_config(folder, m.trust_remote_code)
@@ -105,7 +105,7 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     positions = getattr(text, "max_position_embeddings", None)
     data = load_dataset(config.data, tokenizer, vocab_size=text.vocab_size, positions=positions, progress=progress)
     progress("planning", 0, 0)
-    chooser, choice = _choose(config, folder, data, device, dtype, limit - PROCESS_BYTES - on_host, progress)
+    chooser, choice = _choose(asked, config, folder, data, device, dtype, limit - PROCESS_BYTES - on_host, progress)
     config = choice.config
     batches = _batches(config, tokenizer, data)
     boundaries = _boundary_bytes(config, batches, text, dtype)
@@ -151,21 +151,34 @@ def _saved_choice(config: RunConfig) -> dict[str, Any]:
 
 
 def _choose(
-    config: RunConfig, folder: Path, data: Dataset, device: str, dtype: str, host_left: int, progress: Progress
+    asked: RunConfig,
+    config: RunConfig,
+    folder: Path,
+    data: Dataset,
+    device: str,
+    dtype: str,
+    host_left: int,
+    progress: Progress,
 ) -> tuple[auto.Chooser | None, auto.Choice]:
-    """The options without `auto`, and who chose them; ``host_left``: bytes beside all state on the host."""
+    """The options without `auto`, and who chose them. ``config`` is ``asked`` with what a save has of the choice;
+    ``host_left``: bytes beside all state on the host."""
+    if not auto.is_open(asked):
+        return None, auto.Choice(config=asked)
+    saved = None
     if not auto.is_open(config):
-        return None, auto.Choice(config=config)
+        saved, config = config, asked
     probed = machine.probe()
     try:
         spec, where = load_model_spec(str(folder)), _rated(probed, device, config, progress)
     except UserError as error:  # trainable, but not known to the planner
+        if saved is not None:
+            return None, auto.Choice(config=saved)
         why = f"plan    not for this model, so the same as everywhere: {str(error).splitlines()[0]}"
         return None, auto.Choice(config=auto.with_options(config, auto.OPTIONS), lines=(why,))
     if where.unified:
         where = replace(where, gpu_memory=host_left)
     request = _request(config, data, device, dtype, probed)
-    chooser = auto.Chooser(config=config, model=spec, machine=where, request=request)
+    chooser = auto.Chooser(config=config, model=spec, machine=where, request=request, saved=saved)
     return chooser, chooser.choose()
 
 

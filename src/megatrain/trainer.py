@@ -15,6 +15,8 @@ from statistics import fmean
 from types import FrameType
 from typing import Any
 
+import torch
+
 from megatrain import AdamW, Model, machine
 from megatrain._durable import remove_folder
 from megatrain.checked import mismatches, peaks, planned_memory
@@ -133,10 +135,16 @@ def _open_fitting(prepared: Prepared, console: Logger) -> tuple[Prepared, Model]
         try:
             model = open_model(prepared.config, prepared.folder, prepared.dtype, console.progress, measure)
         except UserError as error:
-            prepared = prepared.after(error)
-            _log.info("%s; planning again", error)
+            prepared, refused = prepared.after(error), str(error)
+        except torch.OutOfMemoryError as error:  # before a step could be measured: what stays on the device is too much
+            refused = (
+                f"placement.device_memory: the device has too little for what stays there: {str(error).splitlines()[0]}"
+                "\n  fix:   lower placement.states, placement.weights or placement.slots, or free memory of the GPU"
+            )
+            prepared = prepared.after(UserError(refused))
         else:
             return prepared, model
+        _log.info("%s; planning again", refused)
 
 
 def open_model(

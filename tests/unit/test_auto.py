@@ -6,15 +6,17 @@ from bisect import bisect_left
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from _runs import arguments, chats, make_model, megatrain, metrics, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain import auto, costs, machine
+from megatrain import Model, auto, costs, machine, trainer
 from megatrain.config import RunConfig, flat_options
 from megatrain.config_file import load_config
 from megatrain.datasets import Row
@@ -22,7 +24,7 @@ from megatrain.datasets._batches import Batches, mean_padded_tokens
 from megatrain.errors import UserError
 from megatrain.machines import MachineSpec, load_machine, this_machine
 from megatrain.model_spec import load_model_spec
-from megatrain.search import Request
+from megatrain.search import Request, Search
 
 BASE = ["model.name_or_path=m", "data.train=d.jsonl", "output_dir=o"]
 spec = cache(load_model_spec)
@@ -116,6 +118,11 @@ def test_what_the_engine_refuses_is_planned_smaller_as_far_as_there_is_something
     assert other is not None
     assert "selective" not in str(other.choose().config.compute.activations)
     assert first.after(UserError("optim.lr: something else")) is None
+    saved = replace(first, saved=config("placement.slots=4"))
+    assert saved.choose().config is saved.saved
+    assert saved.choose().device_limit == first.choose().device_limit is not None
+    assert saved.after(refused) == saved.after(UserError("compute.activations: keep: reads")) == first
+    assert saved.after(UserError("optim.lr: something else")) is None
     set_by_hand = replace(first, config=config("compute.activations=keep"))
     assert set_by_hand.after(UserError("compute.activations: keep: reads")) is None
 
@@ -161,7 +168,7 @@ def test_the_result_does_not_depend_on_the_choice(folder: Path) -> None:
 
 def test_a_resumed_run_goes_on_with_its_choice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, chosen = train(folder, "train.max_steps=4", "checkpoint.every=2")
-    monkeypatch.setattr(auto.Chooser, "choose", None)  # not called again
+    monkeypatch.setattr(Search, "best", None)  # not called again
     words = ["train.max_steps=6", "checkpoint.every=2"]
     output, again = train(folder, *words, "checkpoint.resume=auto")
     assert again == chosen
@@ -172,6 +179,44 @@ def test_a_resumed_run_goes_on_with_its_choice(folder: Path, monkeypatch: pytest
     )
     assert elsewhere == chosen
     assert "plan  " not in output
+
+
+def test_a_resumed_run_is_planned_again_where_its_choice_does_not_fit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["train.batch_size=24"]
+    _, large = train(folder, *words, "train.max_steps=2", "checkpoint.every=1")
+    here = machine.probe()
+    monkeypatch.setattr(machine, "probe", lambda: replace(here, memory_free=620 << 20))
+    output, small = train(folder, *words, "train.max_steps=3", "checkpoint.resume=auto")
+    assert small != large
+    assert "compute.activations keep -> " in output
+    assert [step["step"] for step in metrics(folder / "run")] == [1, 2, 3]
+
+
+def test_what_stays_on_a_device_that_is_too_small_is_planned_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed run's choice was made elsewhere; of a choice by hand the options to change are named."""
+    here = machine.probe()
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(machine, "probe", lambda: replace(here, memory_free=620 << 20))
+        _, chosen = train(folder, "train.batch_size=24", "train.max_steps=2", "checkpoint.every=1")
+    really_open = trainer.open_model
+
+    def open_model(config: RunConfig, *rest: Any) -> Model:
+        if config.compute.activations == chosen["compute.activations"]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return really_open(config, *rest)
+
+    monkeypatch.setattr(trainer, "open_model", open_model)
+    _, again = train(folder, "train.batch_size=24", "train.max_steps=3", "checkpoint.resume=auto")
+    assert again["compute.activations"] != chosen["compute.activations"]
+    assert "too little for what stays there: CUDA out of memory" in (folder / "run" / "run.log").read_text("utf-8")
+    by_hand = [f"{name}={'null' if value is None else value}" for name, value in chosen.items()]
+    result = megatrain("train", *arguments(folder, *by_hand, f"output_dir={folder}/by_hand"))
+    assert result.exit_code == 2
+    assert "fix:   lower placement.states" in result.output
 
 
 def test_a_choice_that_is_measured_to_be_too_large_is_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
