@@ -105,8 +105,9 @@ class Chooser:
     def choose(self) -> Choice:
         """The saved choice, or the fastest that is predicted to fit; raises `UserError` with ways out when none is.
 
-        Where memory is short the plan may use the margins too. On the CPU, whose activations are predicted less well,
-        the smallest one is chosen in the end: the engine measures whether it fits.
+        Where nothing leaves the margins free the plan may use them up. On the CPU, whose activations are predicted less
+        well, and where the engine has refused a choice already, the smallest one is chosen in the end: the engine
+        measures whether it fits.
         """
         if self.saved is not None:
             return Choice(config=self.saved, device_limit=self._device_limit)
@@ -121,8 +122,10 @@ class Chooser:
             found = search.best()
             if found:
                 return self._choice(search, found[0])
-        if self.machine.unified:
-            return self._choice(search, search.smallest())
+        if self.machine.unified or self.share < 1:
+            smallest = search.smallest()
+            if self.machine.unified or sum(smallest.host_bytes.values()) <= search.host_limit:
+                return self._choice(search, smallest)
         raise UserError(refusal(Search(self.model, self.machine, self.request), run_file=True))
 
     def after(self, error: UserError) -> Chooser | None:

@@ -79,7 +79,12 @@ class Prepared:
         """The run with the next choice after one that the engine refused; raises ``error`` where there is none."""
         chooser = self.chooser
         while chooser := chooser and chooser.after(error):
-            choice = chooser.choose()
+            try:
+                choice = chooser.choose()
+            except UserError:
+                if chooser.share < 1:  # its ways out would be for the whole device, where something is predicted to fit
+                    raise error from None
+                raise
             if choice.config != self.config:
                 batches = _batches(choice.config, self.tokenizer, self.data)
                 return replace(self, chooser=chooser, choice=choice, batches=batches)

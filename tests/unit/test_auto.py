@@ -24,6 +24,7 @@ from megatrain.datasets._batches import Batches, mean_padded_tokens
 from megatrain.errors import UserError
 from megatrain.machines import MachineSpec, load_machine, this_machine
 from megatrain.model_spec import load_model_spec
+from megatrain.preflight import prepare
 from megatrain.search import Request, Search
 
 BASE = ["model.name_or_path=m", "data.train=d.jsonl", "output_dir=o"]
@@ -125,6 +126,17 @@ def test_what_the_engine_refuses_is_planned_smaller_as_far_as_there_is_something
     assert saved.after(UserError("optim.lr: something else")) is None
     set_by_hand = replace(first, config=config("compute.activations=keep"))
     assert set_by_hand.after(UserError("compute.activations: keep: reads")) is None
+
+
+def test_a_card_that_was_promised_too_much_gets_the_smallest_plan_in_the_end() -> None:
+    refused = UserError("placement.device_memory: 20 GiB is too small")
+    small = replace(load_machine("rtx4090-128gb"), gpu_memory=6 << 30)
+    following: auto.Chooser | None = chooser(config(), small, "qwen3-4b")
+    sizes = []
+    while following is not None:
+        sizes.append(following.choose().config.train.micro_batch_size)
+        following = following.after(refused)
+    assert sizes == [4, *[1] * (len(sizes) - 1)]
 
 
 @pytest.fixture
@@ -257,6 +269,18 @@ def test_a_dry_run_shows_the_choice_and_what_was_asked_for(folder: Path) -> None
     output = megatrain("train", *words).stdout
     assert "\nplan    micro-batches of" in output
     assert "placement.slots" not in output
+
+
+def test_where_nothing_smaller_fits_the_engine_s_own_words_are_shown(folder: Path) -> None:
+    """Without much of the state on the device it does not fit the host."""
+    run = load_config(None, [word for word in arguments(folder) if not word.startswith("train.micro")])
+    first = chooser(run, replace(load_machine("rtx4090-128gb"), host_memory=44 << 30), "qwen3-4b")
+    prepared = replace(prepare(run, lambda *_: None), chooser=first, choice=first.choose())
+    refused = UserError("placement.device_memory: 20 GiB is too small")
+    prepared = prepared.after(refused).after(refused)
+    with pytest.raises(UserError) as raised:
+        prepared.after(refused)
+    assert raised.value is refused
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(1, 12), st.integers(1, 12))
