@@ -27,10 +27,10 @@ from megatrain.errors import UserError
 from megatrain.hub import find_model
 from megatrain.layout import Layout, build_layout, slab_bytes, store_bytes
 from megatrain.loggers._screens import disk_size, size
-from megatrain.machines import MachineSpec, keep_measured, this_machine
+from megatrain.machines import MachineSpec, this_machine
 from megatrain.model_files import ModelFiles
 from megatrain.model_spec import load_model_spec
-from megatrain.rates import measure
+from megatrain.rates import measure_and_keep
 from megatrain.schedule import Schedule
 from megatrain.search import PROCESS_BYTES, Request, micro_batch_counts
 
@@ -172,13 +172,15 @@ def _choose(
     saved = None
     if not auto.is_open(config):
         saved, config = config, asked
-    probed = machine.probe()
+    probed, known = machine.probe(), "this model"
     try:
-        spec, where = load_model_spec(str(folder)), _rated(probed, device, config, progress)
+        spec = load_model_spec(str(folder))
+        known = "this machine"
+        where = _rated(probed, device, progress)
     except UserError as error:  # trainable, but not known to the planner
         if saved is not None:
             return None, auto.Choice(config=saved)
-        why = f"plan    not for this model, so the same as everywhere: {str(error).splitlines()[0]}"
+        why = f"plan    not for {known}, so the same as everywhere: {str(error).splitlines()[0]}"
         return None, auto.Choice(config=auto.with_options(config, auto.OPTIONS), lines=(why,))
     if where.unified:
         where = replace(where, gpu_memory=host_left)
@@ -187,14 +189,14 @@ def _choose(
     return chooser, chooser.choose()
 
 
-def _rated(probed: machine.Machine, device: str, config: RunConfig, progress: Progress) -> MachineSpec:
+def _rated(probed: machine.Machine, device: str, progress: Progress) -> MachineSpec:
     """This machine with its rates; those of a GPU that nobody has measured are measured now, once."""
+    if device == "cuda" and not probed.gpus:
+        raise UserError(f"rates not measured: {probed.gpu_problem}")
     try:
         return this_machine(probed, device)
     except UserError:
-        folder = machine.existing(config.output_dir)
-        figures, lines = measure(probed, device, folder, lambda what: progress(f"{what}, once", 0, 0))
-        keep_measured(probed, figures, lines, cpu=device == "cpu")
+        measure_and_keep(probed, device, None, lambda what: progress(f"{what}, once", 0, 0))
         return this_machine(probed, device)
 
 

@@ -342,9 +342,9 @@ def data_figures(data: Dataset) -> DataFigures:
 
 
 def _describe(prepared: Prepared, model: Model, console: Logger) -> None:
-    memory, probed = model.memory, machine.probe()
+    memory, host = model.memory, machine.probe().memory
     gpu = prepared.device == "cuda"
-    budget = memory.device_budget or (probed.gpus[0].memory if gpu else probed.memory)
+    budget = memory.device_budget or (torch.cuda.mem_get_info()[1] if gpu else host)
     console.note(model_line(prepared.name, model.num_parameters, prepared.dtype))
     console.note(data_line(data_figures(prepared.data)))
     figures = MemoryFigures(
@@ -352,7 +352,7 @@ def _describe(prepared: Prepared, model: Model, console: Logger) -> None:
         device_used=memory.device_peak,
         device_total=budget,
         host_used=memory.host_bytes,
-        host_total=parse_bytes("placement.host_memory", prepared.config.placement.host_memory) or probed.memory,
+        host_total=parse_bytes("placement.host_memory", prepared.config.placement.host_memory) or host,
         save=prepared.save_bytes,
         disk_free=prepared.disk_free,
     )
