@@ -130,7 +130,11 @@ def _open_fitting(prepared: Prepared, console: Logger) -> tuple[Prepared, Model]
             model.reserve(*attempt.batches.largest)
             peak, limit = model.memory.device_peak, attempt.choice.device_limit
             if limit is not None and peak > limit:
-                raise UserError(f"placement.device_memory: a step needs {size(peak)}, and {size(limit)} are free")
+                place = "GPU" if attempt.device == "cuda" else "machine"
+                raise UserError(
+                    f"placement.device_memory: a step needs {size(peak)}, and {size(limit)} of this {place} are free\n"
+                    f"  fix:   lower data.max_seq_len or train.micro_batch_size, or free memory of this {place}"
+                )
 
         try:
             model = open_model(prepared.config, prepared.folder, prepared.dtype, console.progress, measure)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from contextlib import closing
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ import yaml
 from _runs import arguments, chats, make_model, megatrain, metrics, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from megatrain import Model, auto, costs, machine, trainer
 from megatrain.config import RunConfig, flat_options
@@ -22,6 +24,7 @@ from megatrain.config_file import load_config
 from megatrain.datasets import Row
 from megatrain.datasets._batches import Batches, mean_padded_tokens
 from megatrain.errors import UserError
+from megatrain.loggers.console import ConsoleLogger
 from megatrain.machines import MachineSpec, load_machine, this_machine
 from megatrain.model_spec import load_model_spec
 from megatrain.preflight import prepare
@@ -281,6 +284,15 @@ def test_where_nothing_smaller_fits_the_engine_s_own_words_are_shown(folder: Pat
     with pytest.raises(UserError) as raised:
         prepared.after(refused)
     assert raised.value is refused
+
+
+@pytest.mark.parametrize(("device", "place"), [("cpu", "machine"), ("cuda", "GPU")])
+def test_a_step_beyond_what_is_free_names_ways_out(folder: Path, device: str, place: str) -> None:
+    prepared = prepare(load_config(None, arguments(folder)), lambda *_: None)
+    prepared = replace(prepared, chooser=None, choice=replace(prepared.choice, device_limit=1), device=device)
+    ways = f"0 MiB of this {place} are free\n  fix:   lower data.max_seq_len .* or free memory of this {place}$"
+    with closing(ConsoleLogger(Console())) as console, pytest.raises(UserError, match=ways):
+        trainer._open_fitting(prepared, console)
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(1, 12), st.integers(1, 12))
