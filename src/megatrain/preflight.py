@@ -20,8 +20,8 @@ from megatrain.datasets._batches import Batches, mean_padded_tokens
 from megatrain.datasets._load import Dataset, Progress, load_dataset
 from megatrain.devices import device_name
 from megatrain.devices._host import TOTAL_MEMORY
-from megatrain.engine._rings import landing_sizes
-from megatrain.engine.placement import resident_units
+from megatrain.engine._rings import blocks_of, landing_sizes
+from megatrain.engine.placement import activation_modes, resident_units
 from megatrain.engine.program import UnitSpec
 from megatrain.errors import UserError
 from megatrain.hub import find_model
@@ -295,13 +295,18 @@ def _check_host(config: RunConfig, need: int, limit: int) -> None:
 
 
 def _boundary_bytes(config: RunConfig, batches: Batches, text: Any, dtype: str) -> int:
-    """Host memory for the inputs of layers in the largest step; the few that never leave the device are counted too."""
+    """Host memory for the inputs of layers in the largest step. A layer that keeps activations has its own on the
+    device; the few others that never leave it are counted too."""
     if config.compute.boundaries == "device":
         return 0
     rows, tokens, micro_batches = batches.largest
-    kept = -(-text.num_hidden_layers // int(config.compute.boundary_every))
+    names = [f"layers.{index}" for index in range(text.num_hidden_layers)]
+    modes = activation_modes(config.compute.activations, names)
+    layers = [UnitSpec(name, 0, keeps=name in modes) for name in names]
+    blocks = blocks_of(layers, int(config.compute.boundary_every))
+    away = sum(not block[0].keeps for block in blocks)
     together = 1 if config.compute.order == "micro_batch" else micro_batches
-    return int(kept * together * rows * tokens * text.hidden_size * _ITEM_BYTES[dtype])
+    return int(away * together * rows * tokens * text.hidden_size * _ITEM_BYTES[dtype])
 
 
 def _complete_saves(config: RunConfig) -> int:
