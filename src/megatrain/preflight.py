@@ -1,6 +1,6 @@
 """Everything before the first weight is read: model files, tokenizer, rows, order, rate, memory and disk.
 
-What a user may have got wrong is found here, in seconds and before anything is written.
+What a user may have got wrong is found here, in seconds and before anything but caches is written.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Prepared:
 
 
 def prepare(config: RunConfig, progress: Progress) -> Prepared:
-    """Find, read and check everything that ``config`` names. Raises :class:`UserError`; writes nothing."""
+    """Find, read and check everything that ``config`` names. Raises :class:`UserError`; writes caches alone."""
     asked, config = config, auto.with_options(config, _saved_choice(config))  # empty, or every choice of that run
     m = config.model
     folder = find_model(m.name_or_path, m.revision, m.trust_remote_code, progress)
