@@ -99,13 +99,18 @@ class Chooser:
     request: Request
     share: float = 1.0
     """Of the device memory that a plan may use."""
+    saved: RunConfig | None = None
+    """What was chosen before the run was saved: it is tried first, as this may be another machine."""
 
     def choose(self) -> Choice:
-        """The fastest choice that is predicted to fit; raises `UserError` with ways out when none is.
+        """The saved choice, or the fastest that is predicted to fit; raises `UserError` with ways out when none is.
 
-        Where memory is short the plan may use the margins too. On the CPU, whose activations are predicted less well,
-        the smallest one is chosen in the end: the engine measures whether it fits.
+        Where nothing leaves the margins free the plan may use them up. On the CPU, whose activations are predicted less
+        well, and where the engine has refused a choice already, the smallest one is chosen in the end: the engine
+        measures whether it fits.
         """
+        if self.saved is not None:
+            return Choice(config=self.saved, device_limit=self._device_limit)
         for device_margin, host_margin in ((DEVICE_MARGIN, HOST_MARGIN), (0.0, 0.0)):
             search = Search(
                 self.model,
@@ -117,13 +122,17 @@ class Chooser:
             found = search.best()
             if found:
                 return self._choice(search, found[0])
-        if self.machine.unified:
-            return self._choice(search, search.smallest())
+        if self.machine.unified or self.share < 1:
+            smallest = search.smallest()
+            if self.machine.unified or sum(smallest.host_bytes.values()) <= search.host_limit:
+                return self._choice(search, smallest)
         raise UserError(refusal(Search(self.model, self.machine, self.request), run_file=True))
 
     def after(self, error: UserError) -> Chooser | None:
         """Who chooses next when the engine has refused a choice for what it measured; None where nothing is left."""
         text = str(error)
+        if self.saved is not None and text.startswith(("compute.activations:", "placement.device_memory:")):
+            return replace(self, saved=None)
         if text.startswith("compute.activations:") and self.config.compute.activations == "auto":
             if "selective" in text and self.request.selective:
                 return replace(self, request=replace(self.request, selective=False))

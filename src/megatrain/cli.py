@@ -69,7 +69,9 @@ def _root(
 @app.command(context_settings={"ignore_unknown_options": True})
 def train(
     words: Annotated[list[str] | None, typer.Argument(metavar="[FILE] [key=value ...]", show_default=False)] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, train nothing, write nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything; train nothing, and write nothing but caches.")
+    ] = False,
 ) -> None:
     """Train a model as FILE and the key=value words say."""
     started = time.monotonic()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatrain.errors import UserError
 from megatrain.machine import GIB, Machine, disk_free
-from megatrain.machines import keep_measured, measured_file, measured_lines
+from megatrain.machines import measured_file, measured_lines
 
 # Host memory per parameter: FP32 master, two FP32 moments, and a BF16 gradient.
 _BYTES_PER_PARAMETER = 14
@@ -48,16 +48,15 @@ def measured_rates(machine: Machine, folder: Path, progress: Callable[[str], Non
     cpu = not machine.gpus
     file = measured_file(machine, cpu=cpu)
     lines = measured_lines(file)
-    if not lines:
+    if "disk" not in (subject for subject, _, _ in lines):  # `megatrain train` leaves it out
         progress("starting to measure")
-        from megatrain.rates import measure
+        from megatrain.rates import measure_and_keep
 
         try:
-            figures, lines = measure(machine, "cpu" if cpu else "cuda", folder, progress)
-        except (UserError, RuntimeError, OSError) as error:
-            yield Finding("rates", f"not measured: {str(error).splitlines()[0]}")
+            lines = measure_and_keep(machine, "cpu" if cpu else "cuda", folder, progress)
+        except UserError as error:
+            yield Finding("rates", str(error).removeprefix("rates "))
             return
-        keep_measured(machine, figures, lines, cpu=cpu)
     yield from (Finding(*line) for line in lines)
     if file.is_file():
         yield Finding("kept", f"{file}, for megatrain plan and train; remove it to measure again")

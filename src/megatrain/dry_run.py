@@ -1,4 +1,7 @@
-"""``megatrain train --dry-run``: everything but the steps, as lines to read. Writes nothing."""
+"""``megatrain train --dry-run``: everything but the steps, as lines to read.
+
+Nothing is written but the caches that any command fills: downloads, measured rates and model specs.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def describe(prepared: Prepared) -> Iterator[str]:
     device = prepared.asked.placement.device_memory or "all that is free"
     yield f"memory  {prepared.device} {device} · host {size(prepared.host_bytes)} of {size(prepared.host_limit)} free"
     yield f"disk    each save {size(prepared.save_bytes)}, free {size(prepared.disk_free)}"
-    yield "dry run: nothing was trained or written"
+    yield "dry run: nothing was trained, and nothing written but caches (downloads, measured rates, model specs)"
 
 
 def _given(config: RunConfig) -> Iterator[str]:

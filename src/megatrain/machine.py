@@ -160,8 +160,29 @@ def _stat(file: Path, name: str) -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith(name + " ")), 0)
 
 
+def _visible(uuids: list[str], asked: str) -> list[int]:
+    """Which GPUs CUDA sees where CUDA_VISIBLE_DEVICES is ``asked``, first its first; ``uuids`` in the driver's order.
+
+    As CUDA reads it: numbers and beginnings of UUIDs; what names no single GPU ends the list, and a GPU that is named
+    twice leaves none. Of GPUs of several kinds CUDA counts the fastest first, unless CUDA_DEVICE_ORDER=PCI_BUS_ID: here
+    numbers are always the driver's.
+    """
+    chosen: list[int] = []
+    for entry in map(str.strip, asked.split(",")):
+        if entry.isdecimal():
+            found = [int(entry)] if int(entry) < len(uuids) else []
+        else:
+            found = [i for i, uuid in enumerate(uuids) if entry.startswith("GPU-") and uuid.startswith(entry)]
+        if len(found) != 1:
+            break
+        if found[0] in chosen:
+            return []
+        chosen += found
+    return chosen
+
+
 def _gpus() -> tuple[tuple[Gpu, ...], str]:
-    """The NVIDIA GPUs, or none and why."""
+    """The NVIDIA GPUs that CUDA sees, first the one that torch takes, or none and why."""
     try:
         import pynvml
     except ImportError:
@@ -172,13 +193,18 @@ def _gpus() -> tuple[tuple[Gpu, ...], str]:
         return (), f"no NVIDIA driver ({e})"
     try:
         driver = pynvml.nvmlSystemGetDriverVersion()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        if not handles:
+            return (), "the driver reports no GPU"
+        asked = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if asked is not None:
+            handles = [handles[i] for i in _visible([pynvml.nvmlDeviceGetUUID(handle) for handle in handles], asked)]
         gpus = []
-        for i in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(i)
+        for handle in handles:
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
             capability = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
             gpus.append(Gpu(pynvml.nvmlDeviceGetName(handle), memory.total, memory.free, tuple(capability), driver))
-        return tuple(gpus), "" if gpus else "the driver reports no GPU"
+        return tuple(gpus), "" if gpus else f"CUDA_VISIBLE_DEVICES={asked} shows none"
     except pynvml.NVMLError as e:
         return (), f"the driver gave no answer ({e})"
     finally:

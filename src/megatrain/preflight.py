@@ -1,6 +1,6 @@
 """Everything before the first weight is read: model files, tokenizer, rows, order, rate, memory and disk.
 
-What a user may have got wrong is found here, in seconds and before anything is written.
+What a user may have got wrong is found here, in seconds and before anything but caches is written.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from megatrain.datasets._batches import Batches, mean_padded_tokens
 from megatrain.datasets._load import Dataset, Progress, load_dataset
 from megatrain.devices import device_name
 from megatrain.devices._host import TOTAL_MEMORY
-from megatrain.engine._rings import landing_sizes
-from megatrain.engine.placement import check_passing, resident_units
+from megatrain.engine._rings import blocks_of, landing_sizes
+from megatrain.engine.placement import activation_modes, check_passing, resident_units
 from megatrain.engine.program import UnitSpec
 from megatrain.errors import UserError
 from megatrain.hub import find_model
 from megatrain.layout import Layout, build_layout, slab_bytes, store_bytes
 from megatrain.loggers._screens import disk_size, size
-from megatrain.machines import MachineSpec, keep_measured, this_machine
+from megatrain.machines import MachineSpec, this_machine
 from megatrain.model_files import ModelFiles
 from megatrain.model_spec import load_model_spec
-from megatrain.rates import measure
+from megatrain.rates import measure_and_keep
 from megatrain.schedule import Schedule
 from megatrain.search import PROCESS_BYTES, Request, micro_batch_counts
 
@@ -79,7 +79,12 @@ class Prepared:
         """The run with the next choice after one that the engine refused; raises ``error`` where there is none."""
         chooser = self.chooser
         while chooser := chooser and chooser.after(error):
-            choice = chooser.choose()
+            try:
+                choice = chooser.choose()
+            except UserError:
+                if chooser.share < 1:  # its ways out would be for the whole device, where something is predicted to fit
+                    raise error from None
+                raise
             if choice.config != self.config:
                 batches = _batches(choice.config, self.tokenizer, self.data)
                 return replace(self, chooser=chooser, choice=choice, batches=batches)
@@ -87,10 +92,10 @@ class Prepared:
 
 
 def prepare(config: RunConfig, progress: Progress) -> Prepared:
-    """Find, read and check everything that ``config`` names. Raises :class:`UserError`; writes nothing."""
+    """Find, read and check everything that ``config`` names. Raises :class:`UserError`; writes caches alone."""
     if config.placement.gradients == "passing":
         check_passing(config.optim.max_grad_norm, config.optim.clipping)
-    asked, config = config, auto.with_options(config, _saved_choice(config))
+    asked, config = config, auto.with_options(config, _saved_choice(config))  # empty, or every choice of that run
     m = config.model
     folder = find_model(m.name_or_path, m.revision, m.trust_remote_code, progress)
     model_config = read_model_config(folder, m.trust_remote_code)
@@ -108,7 +113,7 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     positions = getattr(text, "max_position_embeddings", None)
     data = load_dataset(config.data, tokenizer, vocab_size=text.vocab_size, positions=positions, progress=progress)
     progress("planning", 0, 0)
-    chooser, choice = _choose(config, folder, data, device, dtype, limit - PROCESS_BYTES - on_host, progress)
+    chooser, choice = _choose(asked, config, folder, data, device, dtype, limit - PROCESS_BYTES - on_host, progress)
     config = choice.config
     batches = _batches(config, tokenizer, data)
     boundaries = _boundary_bytes(config, batches, text, dtype)
@@ -154,32 +159,47 @@ def _saved_choice(config: RunConfig) -> dict[str, Any]:
 
 
 def _choose(
-    config: RunConfig, folder: Path, data: Dataset, device: str, dtype: str, host_left: int, progress: Progress
+    asked: RunConfig,
+    config: RunConfig,
+    folder: Path,
+    data: Dataset,
+    device: str,
+    dtype: str,
+    host_left: int,
+    progress: Progress,
 ) -> tuple[auto.Chooser | None, auto.Choice]:
-    """The options without `auto`, and who chose them; ``host_left``: bytes beside all state on the host."""
+    """The options without `auto`, and who chose them. ``config`` is ``asked`` with what a save has of the choice;
+    ``host_left``: bytes beside all state on the host."""
+    if not auto.is_open(asked):
+        return None, auto.Choice(config=asked)
+    saved = None
     if not auto.is_open(config):
-        return None, auto.Choice(config=config)
-    probed = machine.probe()
+        saved, config = config, asked
+    probed, known = machine.probe(), "this model"
     try:
-        spec, where = load_model_spec(str(folder)), _rated(probed, device, config, progress)
+        spec = load_model_spec(str(folder))
+        known = "this machine"
+        where = _rated(probed, device, progress)
     except UserError as error:  # trainable, but not known to the planner
-        why = f"plan    not for this model, so the same as everywhere: {str(error).splitlines()[0]}"
+        if saved is not None:
+            return None, auto.Choice(config=saved)
+        why = f"plan    not for {known}, so the same as everywhere: {str(error).splitlines()[0]}"
         return None, auto.Choice(config=auto.with_options(config, auto.OPTIONS), lines=(why,))
     if where.unified:
         where = replace(where, gpu_memory=host_left)
     request = _request(config, data, device, dtype, probed)
-    chooser = auto.Chooser(config=config, model=spec, machine=where, request=request)
+    chooser = auto.Chooser(config=config, model=spec, machine=where, request=request, saved=saved)
     return chooser, chooser.choose()
 
 
-def _rated(probed: machine.Machine, device: str, config: RunConfig, progress: Progress) -> MachineSpec:
+def _rated(probed: machine.Machine, device: str, progress: Progress) -> MachineSpec:
     """This machine with its rates; those of a GPU that nobody has measured are measured now, once."""
+    if device == "cuda" and not probed.gpus:
+        raise UserError(f"rates not measured: {probed.gpu_problem}")
     try:
         return this_machine(probed, device)
     except UserError:
-        folder = machine.existing(config.output_dir)
-        figures, lines = measure(probed, device, folder, lambda what: progress(f"{what}, once", 0, 0))
-        keep_measured(probed, figures, lines, cpu=device == "cpu")
+        measure_and_keep(probed, device, None, lambda what: progress(f"{what}, once", 0, 0))
         return this_machine(probed, device)
 
 
@@ -285,13 +305,18 @@ def _check_host(config: RunConfig, need: int, limit: int) -> None:
 
 
 def _boundary_bytes(config: RunConfig, batches: Batches, text: Any, dtype: str) -> int:
-    """Host memory for the inputs of layers in the largest step; the few that never leave the device are counted too."""
+    """Host memory for the inputs of layers in the largest step. A layer that keeps activations has its own on the
+    device; the few others that never leave it are counted too."""
     if config.compute.boundaries == "device":
         return 0
     rows, tokens, micro_batches = batches.largest
-    kept = -(-text.num_hidden_layers // int(config.compute.boundary_every))
+    names = [f"layers.{index}" for index in range(text.num_hidden_layers)]
+    modes = activation_modes(config.compute.activations, names)
+    layers = [UnitSpec(name, 0, keeps=name in modes) for name in names]
+    blocks = blocks_of(layers, int(config.compute.boundary_every))
+    away = sum(not block[0].keeps for block in blocks)
     together = 1 if config.compute.order == "micro_batch" else micro_batches
-    return int(kept * together * rows * tokens * text.hidden_size * _ITEM_BYTES[dtype])
+    return int(away * together * rows * tokens * text.hidden_size * _ITEM_BYTES[dtype])
 
 
 def _complete_saves(config: RunConfig) -> int:

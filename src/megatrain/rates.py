@@ -20,7 +20,7 @@ from megatrain.devices import Device, open_device
 from megatrain.errors import UserError
 from megatrain.layout import build_layout
 from megatrain.machine import Machine
-from megatrain.machines import Line
+from megatrain.machines import Line, keep_measured
 from megatrain.optimizers.adamw import AdamW
 from megatrain.store import Arena, Slab
 
@@ -34,12 +34,24 @@ _OPTIMIZER_SECONDS = 2.0  # after which no pass is begun but the second of each 
 _DISK_SECONDS, _DISK_MOST, _DISK_PIECE = 1.5, 512 << 20, 16 << 20
 
 
+def measure_and_keep(machine: Machine, device: str, folder: Path | None, progress: Callable[[str], None]) -> list[Line]:
+    """`measure`, kept for the planner. Raises `UserError`, one line that says why, for all that may go wrong: nothing
+    that is measured is needed to train."""
+    try:
+        figures, lines = measure(machine, device, folder, progress)
+        keep_measured(machine, figures, lines, cpu=device == "cpu")
+    except (UserError, RuntimeError, OSError, MemoryError) as error:  # lack of device memory is a RuntimeError
+        raise UserError(f"rates not measured: {(str(error) or type(error).__name__).splitlines()[0]}") from None
+    return lines
+
+
 def measure(
-    machine: Machine, device: str, folder: Path, progress: Callable[[str], None]
+    machine: Machine, device: str, folder: Path | None, progress: Callable[[str], None]
 ) -> tuple[dict[str, float], list[Line]]:
     """Figures of a `MachineSpec`, and lines of what was found.
 
-    ``device`` is ``cuda`` or ``cpu``; ``folder`` is where the disk is measured; ``progress`` is told what comes next.
+    ``device`` is ``cuda`` or ``cpu``; ``folder`` is where the disk is measured, if it is; ``progress`` is told what
+    comes next.
     """
     small = device == "cpu"
     with _opened(device) as (opened, on_compute):
@@ -49,8 +61,11 @@ def measure(
         figures |= _arithmetic(opened, on_compute, small)
         progress("measuring the optimizer")
         figures |= _optimizer(machine)
-    progress("measuring the disk")
-    return figures, [*lines, ("rates", _summary(figures), ""), ("disk", _disk(folder), "")]
+    lines.append(("rates", _summary(figures), ""))
+    if folder is not None:
+        progress("measuring the disk")
+        lines.append(("disk", _disk(folder), ""))
+    return figures, lines
 
 
 def transfer_seconds(device: Device, lanes: Sequence[str], nbytes: int, repeats: int, counts: dict[str, int]) -> float:

@@ -15,6 +15,8 @@ from statistics import fmean
 from types import FrameType
 from typing import Any
 
+import torch
+
 from megatrain import AdamW, Model, machine
 from megatrain._durable import remove_folder
 from megatrain.checked import mismatches, peaks, planned_memory
@@ -128,15 +130,25 @@ def _open_fitting(prepared: Prepared, console: Logger) -> tuple[Prepared, Model]
             model.reserve(*attempt.batches.largest)
             peak, limit = model.memory.device_peak, attempt.choice.device_limit
             if limit is not None and peak > limit:
-                raise UserError(f"placement.device_memory: a step needs {size(peak)}, and {size(limit)} are free")
+                place = "GPU" if attempt.device == "cuda" else "machine"
+                raise UserError(
+                    f"placement.device_memory: a step needs {size(peak)}, and {size(limit)} of this {place} are free\n"
+                    f"  fix:   lower data.max_seq_len or train.micro_batch_size, or free memory of this {place}"
+                )
 
         try:
             model = open_model(prepared.config, prepared.folder, prepared.dtype, console.progress, measure)
         except UserError as error:
-            prepared = prepared.after(error)
-            _log.info("%s; planning again", error)
+            prepared, refused = prepared.after(error), str(error)
+        except torch.OutOfMemoryError as error:  # before a step could be measured: what stays on the device is too much
+            refused = (
+                f"placement.device_memory: the device has too little for what stays there: {str(error).splitlines()[0]}"
+                "\n  fix:   lower placement.states, placement.weights or placement.slots, or free memory of the GPU"
+            )
+            prepared = prepared.after(UserError(refused))
         else:
             return prepared, model
+        _log.info("%s; planning again", refused)
 
 
 def open_model(
@@ -334,9 +346,9 @@ def data_figures(data: Dataset) -> DataFigures:
 
 
 def _describe(prepared: Prepared, model: Model, console: Logger) -> None:
-    memory, probed = model.memory, machine.probe()
+    memory, host = model.memory, machine.probe().memory
     gpu = prepared.device == "cuda"
-    budget = memory.device_budget or (probed.gpus[0].memory if gpu else probed.memory)
+    budget = memory.device_budget or (torch.cuda.mem_get_info()[1] if gpu else host)
     console.note(model_line(prepared.name, model.num_parameters, prepared.dtype))
     console.note(data_line(data_figures(prepared.data)))
     figures = MemoryFigures(
@@ -344,7 +356,7 @@ def _describe(prepared: Prepared, model: Model, console: Logger) -> None:
         device_used=memory.device_peak,
         device_total=budget,
         host_used=memory.host_bytes,
-        host_total=parse_bytes("placement.host_memory", prepared.config.placement.host_memory) or probed.memory,
+        host_total=parse_bytes("placement.host_memory", prepared.config.placement.host_memory) or host,
         save=prepared.save_bytes,
         disk_free=prepared.disk_free,
     )

@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,8 +43,10 @@ def test_the_prediction_is_close_and_never_below(tmp_path: Path, dtype: str, siz
         assert model.memory.host_bytes <= prepared.host_bytes <= 1.1 * model.memory.host_bytes
 
 
-@pytest.mark.parametrize("every", [1, 3])
-def test_boundaries_on_the_host_are_predicted(tmp_path: Path, every: int) -> None:
+@pytest.mark.parametrize(
+    ("every", "activations"), [(1, "recompute"), (3, "recompute"), (1, "75%"), (2, "50%"), (1, "keep")]
+)
+def test_boundaries_on_the_host_are_predicted(tmp_path: Path, every: int, activations: str) -> None:
     """Host memory comes in huge pages, which hide small needs: so there are many micro-batches."""
     make_model(tmp_path / "model")
     text = [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "yes " * 40}]}] * 48
@@ -51,18 +54,18 @@ def test_boundaries_on_the_host_are_predicted(tmp_path: Path, every: int) -> Non
         model=ModelConfig(name_or_path=str(tmp_path / "model")),
         data=DataConfig(train=str(write_rows(tmp_path / "chats.jsonl", text))),
         train=TrainConfig(batch_size=48, micro_batch_size=1),
-        compute=ComputeConfig(dtype="float32", boundaries="host", boundary_every=every),
+        compute=ComputeConfig(dtype="float32", boundaries="host", boundary_every=every, activations=activations),
         output_dir=str(tmp_path / "run"),
     )
     prepared = prepare(config, lambda *_: None)
     rows, tokens, micros = prepared.batches.largest
     ids = torch.zeros(rows, tokens, dtype=torch.int64)
-    with Model.from_pretrained(
-        tmp_path / "model", device="cpu", compute_dtype="float32", boundaries="host", boundary_every=every
-    ) as model:
+    options: dict[str, Any] = {"boundaries": "host", "boundary_every": every, "activations": activations}
+    with Model.from_pretrained(tmp_path / "model", device="cpu", compute_dtype="float32", **options) as model:
         without = model.memory.host_bytes
         model.step([{"input_ids": ids, "labels": ids}] * micros)
-        assert without < model.memory.host_bytes <= prepared.host_bytes <= 1.1 * model.memory.host_bytes + (4 << 20)
+        assert (without < model.memory.host_bytes) == (activations != "keep")
+        assert model.memory.host_bytes <= prepared.host_bytes <= 1.1 * model.memory.host_bytes + (4 << 20)
 
 
 def sparse_7b(folder: Path) -> None:

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from contextlib import closing
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from _runs import arguments, chats, make_model, megatrain, metrics, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
-from megatrain import auto, costs, machine
+from megatrain import Model, auto, costs, machine, trainer
 from megatrain.config import RunConfig, flat_options
 from megatrain.config_file import load_config
 from megatrain.datasets import Row
 from megatrain.datasets._batches import Batches, mean_padded_tokens
 from megatrain.errors import UserError
+from megatrain.loggers.console import ConsoleLogger
 from megatrain.machines import MachineSpec, load_machine, this_machine
 from megatrain.model_spec import load_model_spec
-from megatrain.search import Request
+from megatrain.preflight import prepare
+from megatrain.search import Request, Search
 
 BASE = ["model.name_or_path=m", "data.train=d.jsonl", "output_dir=o"]
 spec = cache(load_model_spec)
@@ -116,8 +122,24 @@ def test_what_the_engine_refuses_is_planned_smaller_as_far_as_there_is_something
     assert other is not None
     assert "selective" not in str(other.choose().config.compute.activations)
     assert first.after(UserError("optim.lr: something else")) is None
+    saved = replace(first, saved=config("placement.slots=4"))
+    assert saved.choose().config is saved.saved
+    assert saved.choose().device_limit == first.choose().device_limit is not None
+    assert saved.after(refused) == saved.after(UserError("compute.activations: keep: reads")) == first
+    assert saved.after(UserError("optim.lr: something else")) is None
     set_by_hand = replace(first, config=config("compute.activations=keep"))
     assert set_by_hand.after(UserError("compute.activations: keep: reads")) is None
+
+
+def test_a_card_that_was_promised_too_much_gets_the_smallest_plan_in_the_end() -> None:
+    refused = UserError("placement.device_memory: 20 GiB is too small")
+    small = replace(load_machine("rtx4090-128gb"), gpu_memory=6 << 30)
+    following: auto.Chooser | None = chooser(config(), small, "qwen3-4b")
+    sizes = []
+    while following is not None:
+        sizes.append(following.choose().config.train.micro_batch_size)
+        following = following.after(refused)
+    assert sizes == [4, *[1] * (len(sizes) - 1)]
 
 
 @pytest.fixture
@@ -161,7 +183,7 @@ def test_the_result_does_not_depend_on_the_choice(folder: Path) -> None:
 
 def test_a_resumed_run_goes_on_with_its_choice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, chosen = train(folder, "train.max_steps=4", "checkpoint.every=2")
-    monkeypatch.setattr(auto.Chooser, "choose", None)  # not called again
+    monkeypatch.setattr(Search, "best", None)  # not called again
     words = ["train.max_steps=6", "checkpoint.every=2"]
     output, again = train(folder, *words, "checkpoint.resume=auto")
     assert again == chosen
@@ -172,6 +194,44 @@ def test_a_resumed_run_goes_on_with_its_choice(folder: Path, monkeypatch: pytest
     )
     assert elsewhere == chosen
     assert "plan  " not in output
+
+
+def test_a_resumed_run_is_planned_again_where_its_choice_does_not_fit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["train.batch_size=24"]
+    _, large = train(folder, *words, "train.max_steps=2", "checkpoint.every=1")
+    here = machine.probe()
+    monkeypatch.setattr(machine, "probe", lambda: replace(here, memory_free=620 << 20))
+    output, small = train(folder, *words, "train.max_steps=3", "checkpoint.resume=auto")
+    assert small != large
+    assert "compute.activations keep -> " in output
+    assert [step["step"] for step in metrics(folder / "run")] == [1, 2, 3]
+
+
+def test_what_stays_on_a_device_that_is_too_small_is_planned_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed run's choice was made elsewhere; of a choice by hand the options to change are named."""
+    here = machine.probe()
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(machine, "probe", lambda: replace(here, memory_free=620 << 20))
+        _, chosen = train(folder, "train.batch_size=24", "train.max_steps=2", "checkpoint.every=1")
+    really_open = trainer.open_model
+
+    def open_model(config: RunConfig, *rest: Any) -> Model:
+        if config.compute.activations == chosen["compute.activations"]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return really_open(config, *rest)
+
+    monkeypatch.setattr(trainer, "open_model", open_model)
+    _, again = train(folder, "train.batch_size=24", "train.max_steps=3", "checkpoint.resume=auto")
+    assert again["compute.activations"] != chosen["compute.activations"]
+    assert "too little for what stays there: CUDA out of memory" in (folder / "run" / "run.log").read_text("utf-8")
+    by_hand = [f"{name}={'null' if value is None else value}" for name, value in chosen.items()]
+    result = megatrain("train", *arguments(folder, *by_hand, f"output_dir={folder}/by_hand"))
+    assert result.exit_code == 2
+    assert "fix:   lower placement.states" in result.output
 
 
 def test_a_choice_that_is_measured_to_be_too_large_is_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,6 +272,27 @@ def test_a_dry_run_shows_the_choice_and_what_was_asked_for(folder: Path) -> None
     output = megatrain("train", *words).stdout
     assert "\nplan    micro-batches of" in output
     assert "placement.slots" not in output
+
+
+def test_where_nothing_smaller_fits_the_engine_s_own_words_are_shown(folder: Path) -> None:
+    """Without much of the state on the device it does not fit the host."""
+    run = load_config(None, [word for word in arguments(folder) if not word.startswith("train.micro")])
+    first = chooser(run, replace(load_machine("rtx4090-128gb"), host_memory=44 << 30), "qwen3-4b")
+    prepared = replace(prepare(run, lambda *_: None), chooser=first, choice=first.choose())
+    refused = UserError("placement.device_memory: 20 GiB is too small")
+    prepared = prepared.after(refused).after(refused)
+    with pytest.raises(UserError) as raised:
+        prepared.after(refused)
+    assert raised.value is refused
+
+
+@pytest.mark.parametrize(("device", "place"), [("cpu", "machine"), ("cuda", "GPU")])
+def test_a_step_beyond_what_is_free_names_ways_out(folder: Path, device: str, place: str) -> None:
+    prepared = prepare(load_config(None, arguments(folder)), lambda *_: None)
+    prepared = replace(prepared, chooser=None, choice=replace(prepared.choice, device_limit=1), device=device)
+    ways = f"0 MiB of this {place} are free\n  fix:   lower data.max_seq_len .* or free memory of this {place}$"
+    with closing(ConsoleLogger(Console())) as console, pytest.raises(UserError, match=ways):
+        trainer._open_fitting(prepared, console)
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(1, 12), st.integers(1, 12))

@@ -56,6 +56,54 @@ def test_no_driver_is_a_finding_and_no_error(monkeypatch: pytest.MonkeyPatch) ->
     assert machine._gpus() == ((), "the package nvidia-ml-py is not installed")
 
 
+class Nvml:
+    """The driver's library on a machine with three GPUs."""
+
+    NVMLError = RuntimeError
+    uuids = ("GPU-aaa1", "GPU-aab2", "GPU-ccc3")
+
+    def __getattr__(self, name: str) -> object:
+        answers = {
+            "nvmlInit": lambda: None,
+            "nvmlShutdown": lambda: None,
+            "nvmlSystemGetDriverVersion": lambda: "580",
+            "nvmlDeviceGetCount": lambda: len(self.uuids),
+            "nvmlDeviceGetHandleByIndex": lambda i: i,
+            "nvmlDeviceGetUUID": lambda i: self.uuids[i],
+            "nvmlDeviceGetMemoryInfo": lambda i: SimpleNamespace(total=(i + 1) * GIB, free=i * GIB),
+            "nvmlDeviceGetCudaComputeCapability": lambda _: (9, 0),
+            "nvmlDeviceGetName": lambda i: f"NVIDIA {i}",
+        }
+        return answers[name]
+
+
+@pytest.mark.parametrize(
+    ("asked", "seen"),
+    [
+        (None, [0, 1, 2]),
+        ("2", [2]),
+        (" 2, 0", [2, 0]),
+        ("GPU-c,GPU-aab", [2, 1]),
+        ("1,GPU-aaa1", [1, 0]),
+        ("1,7,0", [1]),
+        ("0,-1,2", [0]),
+        ("2,x,0", [2]),
+        ("GPU-aa,0", []),
+        ("1,1", []),
+        ("", []),
+    ],
+)
+def test_the_gpus_are_those_that_cuda_sees(monkeypatch: pytest.MonkeyPatch, asked: str | None, seen: list[int]) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml())
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", asked)
+    gpus, problem = machine._gpus()
+    assert [gpu.name for gpu in gpus] == [f"NVIDIA {i}" for i in seen]
+    assert [gpu.memory for gpu in gpus] == [(i + 1) * GIB for i in seen]
+    assert problem == ("" if seen else f"CUDA_VISIBLE_DEVICES={asked} shows none")
+
+
 def test_this_machine() -> None:
     found = machine.probe()
     assert 1 <= found.cores <= found.cores_present

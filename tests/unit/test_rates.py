@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from _runs import arguments, chats, make_model, megatrain, write_rows
 
 from megatrain import machines, preflight, rates
@@ -90,13 +91,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The devices that were measured, in place of measuring them."""
     devices: list[str] = []
 
-    def measure(machine: Machine, device: str, folder: Path, progress: Callable[[str], None]) -> Any:
-        assert folder.is_dir()
+    def measure(machine: Machine, device: str, folder: Path | None, progress: Callable[[str], None]) -> Any:
         devices.append(device)
-        return FIGURES, LINES
+        return FIGURES, LINES if folder else LINES[:1]
 
     monkeypatch.setattr(rates, "measure", measure)
-    monkeypatch.setattr(preflight, "measure", measure)
     return devices
 
 
@@ -142,12 +141,19 @@ def test_a_damaged_file_is_refused_by_name_and_measured_again(
 
 
 def test_what_cannot_be_measured_is_told(here: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("out of memory\nand more")
-
-    monkeypatch.setattr(rates, "measure", fail)
+    monkeypatch.setattr(rates, "measure", failing(RuntimeError("out of memory\nand more")))
     assert list(measured_rates(here, tmp_path, quiet)) == [Finding("rates", "not measured: out of memory")]
     assert not measured_file(here, cpu=True).exists()
+
+
+def failing(error: Exception) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
+
+
+T4 = Gpu("NVIDIA T4", 16 << 30, 15 << 30, (7, 5), "580")
 
 
 def test_plan_goes_by_what_was_measured(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,10 +178,57 @@ def test_train_goes_by_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_train_measures_a_gpu_that_nobody_knows(here: Machine, measured: list[str], tmp_path: Path) -> None:
-    gpu = Gpu("NVIDIA T4", 16 << 30, 15 << 30, (7, 5), "580")
-    config = load_config(None, ["model.name_or_path=m", "data.train=d", f"output_dir={tmp_path}/new/run"])
-    told: list[str] = []
+    """Without the disk, which `megatrain doctor` makes up for."""
+    there = replace(here, gpus=(T4,))
     for _ in range(2):
-        found = preflight._rated(replace(here, gpus=(gpu,)), "cuda", config, lambda what, *_: told.append(what))
+        found = preflight._rated(there, "cuda", lambda *_: None)
         assert (found.gpu_memory, found.layer_rate, found.unified) == (15 << 30, FIGURES["layer_rate"], False)
     assert measured == ["cuda"]
+    assert "disk" in [finding.subject for finding in measured_rates(there, tmp_path, quiet)]
+    assert measured == ["cuda", "cuda"]
+
+
+def test_the_disk_is_left_out_where_no_folder_is_given(
+    here: Machine, tick: float, monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    monkeypatch.setattr(rates, "_disk", failing(AssertionError()))
+    assert [subject for subject, _, _ in rates.measure(here, "cpu", None, quiet)[1]] == ["links", "rates"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "error", "why"),
+    [
+        ((T4,), RuntimeError("lane compute: MEASURE failed\nand more"), "lane compute: MEASURE failed"),
+        ((T4,), torch.OutOfMemoryError("CUDA out of memory"), "CUDA out of memory"),
+        ((T4,), OSError(28, "No space left on device"), "[Errno 28] No space left on device"),
+        ((T4,), MemoryError(), "MemoryError"),
+        ((), AssertionError("it is not tried"), "no NVML"),
+    ],
+)
+def test_where_rates_cannot_be_measured_training_goes_on_with_plain_values(
+    here: Machine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: tuple[Gpu, ...],
+    error: Exception,
+    why: str,
+) -> None:
+    """Also with the CPU's rates at hand, which are no GPU's."""
+    make_model(tmp_path / "model")
+    write_rows(tmp_path / "chats.jsonl", chats(8))
+    here = replace(here, gpus=gpus, gpu_problem="no NVML")
+    keep_measured(here, FIGURES, LINES, cpu=True)
+    monkeypatch.setattr("megatrain.machine.probe", lambda: here)
+    monkeypatch.setattr(preflight, "_device_and_dtype", lambda _: ("cuda", "bfloat16"))
+    monkeypatch.setattr(rates, "measure", failing(error))
+    words = [word for word in arguments(tmp_path) if not word.startswith("train.micro")]
+    prepared = preflight.prepare(load_config(None, words), lambda *_: None)
+    note = f"plan    not for this machine, so the same as everywhere: rates not measured: {why}"
+    assert prepared.choice.lines == (note,)
+    assert prepared.config.placement.slots == 2
+
+
+def test_the_rates_of_the_cpu_are_none_of_a_gpu_that_the_driver_does_not_tell_of(here: Machine) -> None:
+    keep_measured(here, FIGURES, LINES, cpu=True)
+    with pytest.raises(UserError, match="has no GPU"):
+        this_machine(here, "cuda")

@@ -117,7 +117,7 @@ def this_machine(machine: Machine, device: str = "auto") -> MachineSpec:
     """
     cpu = device == "cpu" or (device == "auto" and not machine.gpus)
     file = measured_file(machine, cpu=cpu)
-    if file.is_file():
+    if file.is_file() and (cpu or machine.gpus):
         free = machine.memory_free
         return replace(
             _kept(file),
