@@ -22,7 +22,9 @@ help:
 $(ENVIRONMENT): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "MegaTrain needs Python 3.11 or newer; set PYTHON=/path/to/python")'
 	@if $(PYTHON) -c 'import torch; v = torch.__version__.split("."); assert (int(v[0]), int(v[1])) >= (2, 11)' 2>/dev/null; then \
-	  echo "using the torch of $(PYTHON)"; $(PYTHON) -m venv --system-site-packages $(VENV); \
+	  echo "using the torch of $(PYTHON)"; $(PYTHON) -m venv --system-site-packages $(VENV) && \
+	  $(PYTHON) -c 'import sys, sysconfig; print(sysconfig.get_path("purelib") if sys.prefix != sys.base_prefix else "")' \
+	    > "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/environment_of_the_caller.pth"; \
 	else \
 	  $(PYTHON) -m venv $(VENV) && $(PIP) install --quiet '$(TORCH)'; \
 	fi

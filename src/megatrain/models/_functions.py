@@ -60,7 +60,8 @@ def keeping_attention(function: LayerFunction) -> LayerFunction:
                 function, weights, hidden, arguments, use_reentrant=False, context_fn=context, preserve_rng_state=False
             )
         else:
-            output = _AttentionKept.apply(function, arguments, list(weights), hidden, *weights.values())  # type: ignore[no-untyped-call]
+            kept: Any = _AttentionKept  # untyped up to torch 2.13
+            output = kept.apply(function, arguments, list(weights), hidden, *weights.values())
         return output
 
     return run

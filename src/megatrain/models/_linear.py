@@ -33,7 +33,8 @@ class StreamedLinear(nn.Linear):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.gradient is None:
             return nn.functional.linear(hidden, self.weight)
-        result: torch.Tensor = _SummedLinear.apply(hidden, self.weight, self.gradient)  # type: ignore[no-untyped-call]
+        summed: Any = _SummedLinear  # untyped up to torch 2.13
+        result: torch.Tensor = summed.apply(hidden, self.weight, self.gradient)
         return result
 
 
