@@ -21,12 +21,12 @@ def test_the_rate_does_not_depend_on_the_split_into_micro_batches(tmp_path: Path
     make_model(tmp_path / "model")
     write_rows(tmp_path / "chats.jsonl", chats(8))
     logged = []
-    for micro in (4, 2, 1):
-        words = ["train.max_steps=20", f"train.micro_batch_size={micro}", f"output_dir={tmp_path}/run{micro}"]
+    for micro in (4, 1):
+        words = ["train.max_steps=10", f"train.micro_batch_size={micro}", f"output_dir={tmp_path}/run{micro}"]
         result = megatrain("train", *arguments(tmp_path, *words, "schedule.warmup=4", "schedule.min_lr_ratio=0.2"))
         assert result.exit_code == 0, result.output
         logged.append([s["lr"] for s in metrics(tmp_path / f"run{micro}")])
-    assert logged[0] == logged[1] == logged[2]
+    assert logged[0] == logged[1]
     assert logged[0][:4] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3])
     assert logged[0][-1] == pytest.approx(2e-4)
 

@@ -12,7 +12,7 @@ from megatrain import AdamW
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
+@pytest.mark.parametrize("max_grad_norm", [pytest.param(None, marks=pytest.mark.slow), 0.5])
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_every_point_of_the_curve(accumulation: int, max_grad_norm: float | None, device: str) -> None:
     config = tiny_config()

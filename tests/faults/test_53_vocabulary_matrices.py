@@ -15,7 +15,7 @@ MATRIX = VOCAB * WIDTH * ELEMENT
 OPTIONS: dict[str, Any] = {"loss_chunk_tokens": 4}
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_every_part_is_reported_and_the_peak_covers_them(tied: bool, counted: Any) -> None:
     config = tiny_config(vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=2, tie_word_embeddings=tied)
     with engine(config, "sim", **OPTIONS) as model:

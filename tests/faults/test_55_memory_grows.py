@@ -45,7 +45,7 @@ def lengths(model: Model, step: int, folder: Path, *, beside: bool) -> None:
 @pytest.mark.parametrize(
     ("options", "beside"),
     [
-        ({}, True),
+        pytest.param({}, True, marks=pytest.mark.slow),
         pytest.param(
             {"activations": "keep 50%, selective 50%", "clipping": "speculative", "slots": 1},
             False,

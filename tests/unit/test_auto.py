@@ -88,6 +88,7 @@ def test_a_small_model_lives_on_a_large_card_and_streams_through_a_small_one() -
     assert large.seconds < small.seconds
 
 
+@pytest.mark.slow
 def test_memory_that_is_short_is_used_up_to_the_margins_and_then_refused() -> None:
     card = load_machine("rtx4090-128gb")
     sizes = range(60, 130)

@@ -209,6 +209,7 @@ def _load_big(folder: Path) -> PlainStore:
     return store
 
 
+@pytest.mark.slow
 def test_saving_and_loading_need_a_few_blocks(tmp_path: Path) -> None:
     steady = peak_rss(_steady, tmp_path / "s").peak
     assert peak_rss(_save_big, tmp_path / "s").peak - steady < 60e6

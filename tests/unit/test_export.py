@@ -301,7 +301,7 @@ def test_a_source_that_vanished_costs_its_side_files_only(tmp_path: Path) -> Non
     assert torch.equal(logits(reload(tmp_path / "x")), logits(model))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_export_needs_a_few_blocks_whatever_the_size(tmp_path: Path, dtype: str) -> None:
     random_checkpoint(tmp_path / "source", 200_000_000, shards=2)
     memory = peak_rss(export_files, tmp_path / "source", tmp_path / "target", dtype)

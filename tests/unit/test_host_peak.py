@@ -16,7 +16,8 @@ from megatrain import machine
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize(("width", "layers"), [(768, 8), pytest.param(1024, 8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "layers"), [(768, 8), (1024, 8)])
 def test_predicted_is_never_below_and_within_a_tenth(tmp_path: Path, width: int, layers: int) -> None:
     """Of models of 57 and 101 million parameters: for smaller ones the 600 MiB allowed for the process are too much."""
     make_model(
