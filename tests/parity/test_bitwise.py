@@ -54,7 +54,8 @@ def run_both(
 
 
 DEEP = pytest.mark.slow
-DTYPES = [pytest.param("float32", marks=DEEP), "bfloat16"]
+PLACED = [pytest.param("float32", marks=DEEP), "bfloat16"]
+"""Dtypes of placements: FP32 itself is `test_fp32`."""
 
 
 @pytest.mark.parametrize("activations", ["recompute", "selective", "keep"])
@@ -81,7 +82,7 @@ def test_bf16(tied: bool, micros: int, activations: str) -> None:
 ALL = ["embedding", "layers.0", "layers.1", "layers.2", "layers.3", "head"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", PLACED)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     ("weights", "states"),
@@ -92,13 +93,13 @@ def test_residency(weights: list[str] | None, states: list[str] | None, tied: bo
     run_both(config, dtype=dtype, weights_on_device=weights, states_on_device=states, chunk=32)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", PLACED)
 @pytest.mark.parametrize("activations", [["layers.1", "layers.3"], "50%"])
 def test_some_activations_kept(activations: str | list[str], dtype: str) -> None:
     run_both(tiny_config(), activations=activations, dtype=dtype, chunk=32)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", PLACED)
 @pytest.mark.parametrize("micros", [1, 3])
 @pytest.mark.parametrize("activations", ["recompute", "selective", "keep 34%, selective 34%", ["layers.2"]])
 def test_boundaries_on_the_host(activations: str | list[str], micros: int, dtype: str) -> None:
@@ -106,7 +107,7 @@ def test_boundaries_on_the_host(activations: str | list[str], micros: int, dtype
     run_both(config, boundaries="host", activations=activations, micros=micros, rows=5, steps=3, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", PLACED)
 @pytest.mark.parametrize("micros", [1, 3])
 @pytest.mark.parametrize(
     ("every", "options"),
@@ -122,7 +123,7 @@ def test_boundary_every(every: int, options: dict[str, Any], micros: int, dtype:
     run_both(config, boundary_every=every, micros=micros, rows=5, steps=3, dtype=dtype, **options)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", PLACED)
 @pytest.mark.parametrize("micros", [1, 3])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
