@@ -21,7 +21,7 @@ LAYERS = [
     {"layout", "numa", "devices", "kernels", "_durable", "_safetensors", "_side_files", "schedule"},
     {"models", "losses", "optimizers", "datasets", "loggers", "machine", "machines", "hub"},
     {"store", "model_files", "model_spec", "export", "rates"},
-    {"engine", "checkpoint", "costs", "search", "planner"},
+    {"engine", "checkpoint", "costs", "choices", "search", "planner"},
     {"assembly", "lifecycle", "results"},
     {"model"},
     {
@@ -50,6 +50,7 @@ WITHOUT_TORCH = [
     "costs",
     "engine/simulate",
     "engine/placement",
+    "choices",
     "search",
     "planner",
     "auto",

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatrain.choices import Request
 from megatrain.config import RunConfig, flat_options, parse_bytes
 from megatrain.costs import LIBRARIES
 from megatrain.engine.placement import check_passing
@@ -17,7 +18,7 @@ from megatrain.errors import UserError
 from megatrain.machines import MachineSpec
 from megatrain.model_spec import ModelSpec
 from megatrain.planner import limited_by, refusal, settings
-from megatrain.search import DEVICE_MARGIN, HOST_MARGIN, Candidate, Request, Search
+from megatrain.search import DEVICE_MARGIN, HOST_MARGIN, Candidate, Search
 
 OPTIONS: Mapping[str, Any] = {
     "train.micro_batch_size": 4,

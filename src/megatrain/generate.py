@@ -30,9 +30,10 @@ def answer(folder: Path, prompt: str, max_new_tokens: int) -> str:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from megatrain.preflight import read_model_config, read_tokenizer
+    from megatrain.models._skeleton import read_config
+    from megatrain.preflight import read_tokenizer
 
-    read_model_config(folder, trust_remote_code=False)
+    read_config(folder, trust_remote_code=False)
     tokenizer = read_tokenizer(folder, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
     if torch.cuda.is_available() and need < torch.cuda.mem_get_info()[0]:

@@ -11,12 +11,13 @@ from typing import Any
 
 from megatrain.auto import request_of
 from megatrain.checks import choice
+from megatrain.choices import Request
 from megatrain.config import RunConfig
 from megatrain.errors import UserError
 from megatrain.loggers._screens import count, disk_size, duration, size
 from megatrain.machines import MachineSpec
 from megatrain.planner import Option, Plan
-from megatrain.search import DEVICE_MARGIN, HOST_MARGIN, PROCESS_BYTES, Request
+from megatrain.search import DEVICE_MARGIN, HOST_MARGIN, PROCESS_BYTES
 from megatrain.timeline_page import page
 from megatrain.trace_events import trace_events
 

@@ -12,12 +12,13 @@ from itertools import islice
 from typing import Any
 
 from megatrain.checks import readable_bytes
+from megatrain.choices import Choice, Request
 from megatrain.engine.simulate import Timeline
 from megatrain.errors import UserError
 from megatrain.layout import slab_bytes
 from megatrain.machines import MachineSpec, known_machines, load_machine
 from megatrain.model_spec import ModelSpec, known_models, load_model_spec
-from megatrain.search import DEVICE_MARGIN, HOST_MARGIN, Candidate, Choice, Request, Search
+from megatrain.search import DEVICE_MARGIN, HOST_MARGIN, Candidate, Search
 
 _SAVE_BYTES = 12  # a parameter: FP32 master and two FP32 moments
 _EXPORT_BYTES = 2  # a parameter: the exported model in bfloat16

@@ -15,6 +15,7 @@ from typing import Any
 from megatrain import auto, machine
 from megatrain._durable import space_for
 from megatrain.checkpoint import latest_complete, read_meta
+from megatrain.choices import Request, micro_batch_counts
 from megatrain.config import RunConfig, parse_bytes
 from megatrain.datasets._batches import Batches, mean_padded_tokens
 from megatrain.datasets._load import Dataset, Progress, load_dataset
@@ -30,9 +31,10 @@ from megatrain.loggers._screens import disk_size, size
 from megatrain.machines import MachineSpec, this_machine
 from megatrain.model_files import ModelFiles
 from megatrain.model_spec import load_model_spec
+from megatrain.models._skeleton import check_config, read_config, refuse_converted_files
 from megatrain.rates import measure_and_keep
 from megatrain.schedule import Schedule
-from megatrain.search import PROCESS_BYTES, Request, micro_batch_counts
+from megatrain.search import PROCESS_BYTES
 
 STATE_BYTES = 12  # of host memory and of a save, per parameter: FP32 master and two FP32 moments
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -98,8 +100,9 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     asked, config = config, auto.with_options(config, _saved_choice(config))  # empty, or every choice of that run
     m = config.model
     folder = find_model(m.name_or_path, m.revision, m.trust_remote_code, progress)
-    model_config = read_model_config(folder, m.trust_remote_code)
-    _check_model(model_config, m.attn_implementation)
+    model_config = read_config(folder, m.trust_remote_code)
+    check_config(model_config, m.attn_implementation)
+    refuse_converted_files(model_config)
     files = ModelFiles(folder)
     layouts = _layouts(files, model_config)
     parameters = sum(layout.num_parameters for layout in layouts.values())
@@ -181,10 +184,9 @@ def _choose(
         known = "this machine"
         where = _rated(probed, device, progress)
     except UserError as error:  # trainable, but not known to the planner
-        if saved is not None:
-            return None, auto.Choice(config=saved)
-        why = f"plan    not for {known}, so the same as everywhere: {str(error).splitlines()[0]}"
-        return None, auto.Choice(config=auto.with_options(config, auto.OPTIONS), lines=(why,))
+        instead = "the same as everywhere" if saved is None else "as it was saved"
+        why = f"plan    not for {known}, so {instead}: {str(error).splitlines()[0]}"
+        return None, auto.Choice(config=saved or auto.with_options(config, auto.OPTIONS), lines=(why,))
     if where.unified:
         where = replace(where, gpu_memory=host_left)
     request = _request(config, data, device, dtype, probed)
@@ -227,27 +229,6 @@ def _clipping(config: RunConfig) -> str:
     if config.optim.clipping != "auto":
         return config.optim.clipping
     return "deferred" if config.optim.max_grad_norm else "speculative"
-
-
-def read_model_config(folder: Path, trust_remote_code: bool) -> Any:
-    """The transformers config of ``folder``. Raises :class:`UserError` naming ``config.json`` and the field."""
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (ValueError, KeyError, OSError, TypeError, AttributeError, StrictDataclassError) as e:
-        raise UserError(
-            f"model.name_or_path: {folder / 'config.json'}: {' '.join(str(e).split())[:200]}\n"
-            "  fix:   give a model that this version of transformers knows, or correct config.json"
-        ) from None
-
-
-def _check_model(model_config: Any, attn_implementation: str) -> None:
-    from megatrain.models._skeleton import check_config, refuse_converted_files
-
-    check_config(model_config, attn_implementation)
-    refuse_converted_files(model_config)
 
 
 def _layouts(files: ModelFiles, model_config: Any) -> dict[str, Layout]:

@@ -9,12 +9,13 @@ import torch
 from _fixtures import tiny_config
 
 from megatrain import Model
+from megatrain.choices import Choice, Request
 from megatrain.devices._host import TOTAL_MEMORY
 from megatrain.machine import probe
 from megatrain.machines import load_machine, this_machine
 from megatrain.model_spec import load_model_spec
 from megatrain.planner import plan
-from megatrain.search import Choice, Request, Search
+from megatrain.search import Search
 
 GIB = 1 << 30
 

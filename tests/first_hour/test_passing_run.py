@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -61,23 +62,26 @@ def test_clipping_is_refused_before_data_are_read(tmp_path: Path, words: tuple[s
     assert not (tmp_path / "run").exists()
 
 
-def test_a_mixture_whose_files_cannot_be_read_is_refused_by_a_dry_run(tmp_path: Path) -> None:
-    make_model(tmp_path / "model")
-    tiny_model("qwen3_moe").save_pretrained(tmp_path / "model")
-    write_rows(tmp_path / "chats.jsonl", chats(4))
-    result = megatrain("train", *arguments(tmp_path, "--dry-run"))
-    assert result.exit_code == 2
-    assert "hold each expert apart" in result.output
-
-
-def test_attention_that_the_default_cannot_compute_is_refused_by_a_dry_run(tmp_path: Path) -> None:
-    make_model(tmp_path / "model")
-    write_rows(tmp_path / "chats.jsonl", chats(4))
-    file = tmp_path / "model" / "config.json"
+def as_gpt_oss(model: Path) -> None:
+    file = model / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "gpt_oss"}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: tiny_model("qwen3_moe").save_pretrained(model), "hold each expert apart"),
+        (as_gpt_oss, "model.attn_implementation: sdpa"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused_by_a_dry_run(
+    change: Callable[[Path], None], message: str, tmp_path: Path
+) -> None:
+    change(make_model(tmp_path / "model"))
+    write_rows(tmp_path / "chats.jsonl", chats(4))
     result = megatrain("train", *arguments(tmp_path, "--dry-run"))
     assert result.exit_code == 2
-    assert "model.attn_implementation: sdpa" in result.output
+    assert message in result.output
 
 
 def test_plan_goes_by_the_run_file(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from megatrain import Model, auto, costs, machine, trainer
+from megatrain.choices import Request
 from megatrain.config import RunConfig, flat_options
 from megatrain.config_file import load_config
 from megatrain.datasets import Row
@@ -28,7 +29,7 @@ from megatrain.loggers.console import ConsoleLogger
 from megatrain.machines import MachineSpec, load_machine, this_machine
 from megatrain.model_spec import load_model_spec
 from megatrain.preflight import prepare
-from megatrain.search import Request, Search
+from megatrain.search import Search
 
 BASE = ["model.name_or_path=m", "data.train=d.jsonl", "output_dir=o"]
 spec = cache(load_model_spec)

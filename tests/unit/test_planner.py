@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatrain.choices import Choice, Request
 from megatrain.costs import LIBRARIES
 from megatrain.engine.placement import activation_modes, resident_units
 from megatrain.errors import UserError
@@ -18,7 +19,7 @@ from megatrain.machines import MachineSpec, known_machines, load_machine
 from megatrain.model_spec import ModelSpec, known_models, load_model_spec
 from megatrain.plan_report import report
 from megatrain.planner import Plan, _activations, plan
-from megatrain.search import Choice, Request, Search, _is_no_slower
+from megatrain.search import Search, _is_no_slower
 
 GIB = 2**30
 model = cache(load_model_spec)

@@ -351,18 +351,17 @@ class Builder:
     def _drain(self, unit: str, finished: Buffer) -> None:
         if self._named[unit].state_resident:
             return
-        passing = self.policy.passing_gradients
-        landed: Buffer = self.rings.landing(unit) if passing else ("hostgrad", unit)
-        drain = Op(kind="DRAIN", lane="d2h", unit=unit, reads=(finished,), writes=(landed,), releases=(finished,))
-        self._add(drain)
-        updated: tuple[Buffer, ...] = (("weights", unit), ("state", unit))
-        if passing:
-            square: Buffer = ("square", unit)
-            drain.reads, drain.writes = (finished, ("norm", unit)), (landed, square)
-            self._add(Op(kind="APPLY", lane="optimizer", unit=unit, reads=(landed, square), writes=updated))
+        reads: tuple[Buffer, ...] = (finished,)
+        arrives: tuple[Buffer, ...] = (("hostgrad", unit),)
+        updates: tuple[Buffer, ...] = (("weights", unit), ("state", unit))
+        kind = ""
+        if self.policy.passing_gradients:
+            kind, reads, arrives = "APPLY", (finished, ("norm", unit)), (self.rings.landing(unit), ("square", unit))
         elif self._speculates(unit):
-            updated = (*updated, ("waiting", unit))
-            self._add(Op(kind="SPECULATE", lane="optimizer", unit=unit, reads=(landed,), writes=updated))
+            kind, updates = "SPECULATE", (*updates, ("waiting", unit))
+        self._add(Op(kind="DRAIN", lane="d2h", unit=unit, reads=reads, writes=arrives, releases=(finished,)))
+        if kind:
+            self._add(Op(kind=kind, lane="optimizer", unit=unit, reads=arrives, writes=updates))
 
     def _speculates(self, name: str) -> bool:
         unit = self._named[name]

@@ -66,6 +66,7 @@ class MachineSpec:
 
 _FIGURES = [f.name for f in fields(MachineSpec) if f.name not in ("name", "gpu", "match", "sources", "unified")]
 _FORM = 1  # of a measured file
+_CPU_NAME = "this machine's CPU"
 _WHOLE = ("gpu_memory", "host_memory", "cores")
 _CORE = {  # rates of one core of a server CPU with AVX2, where nothing was measured
     "h2d_rate": 2e9,
@@ -121,7 +122,7 @@ def this_machine(machine: Machine, device: str = "auto") -> MachineSpec:
         free = machine.memory_free
         return replace(
             _kept(file),
-            name=f"this machine{chr(39) + 's CPU' if cpu else ''} (rates measured)",
+            name=f"{_CPU_NAME if cpu else 'this machine'} (rates measured)",
             gpu_memory=free if cpu else machine.gpus[0].memory_free,
             host_memory=free,
             cores=machine.cores,
@@ -206,7 +207,7 @@ def _cpu(machine: Machine) -> MachineSpec:
     rates = {figure: rate * machine.cores for figure, rate in _CORE.items()}
     found = dict.fromkeys(("gpu_memory", "host_memory", "cores"), "found on this machine")
     return MachineSpec(
-        name="this machine's CPU (rates assumed)",
+        name=f"{_CPU_NAME} (rates assumed)",
         gpu="CPU",
         match="",
         gpu_memory=machine.memory_free,

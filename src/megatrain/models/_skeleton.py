@@ -28,14 +28,16 @@ from megatrain.errors import UserError
 
 
 def read_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
-    """The transformers config of a checkpoint folder; `UserError` when it cannot be read."""
+    """The transformers config of a checkpoint folder. Raises `UserError` naming ``config.json`` and the field."""
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"model.name_or_path: {folder / 'config.json'} cannot be read: {reason}") from error
+    except (ValueError, KeyError, OSError, TypeError, AttributeError, StrictDataclassError) as error:
+        raise UserError(
+            f"model.name_or_path: {folder / 'config.json'}: {' '.join(str(error).split())[:200]}\n"
+            "  fix:   give a model that this version of transformers knows, or correct config.json"
+        ) from error
     return config
 
 
