@@ -253,11 +253,7 @@ def _host_bytes(config: RunConfig, layouts: dict[str, Layout], dtype: str, bound
     away = resident_units("placement.states", states, sizes)
     landings = None
     if config.placement.gradients == "passing":
-        tied = all(len(p.shape) < 2 for p in layouts["head"].parameters)
-        uses = {"head": ("embedding",)} if tied else {}
-        landings = landing_sizes(
-            [UnitSpec(n, at.numel, uses.get(n, ()), state_resident=n in away) for n, at in layouts.items()]
-        )
+        landings = landing_sizes([UnitSpec(n, at.numel, state_resident=n in away) for n, at in layouts.items()])
     on_host = (layouts[n].numel for n in sizes if n not in away)
     return store_bytes(on_host, compute, gradient, boundaries, landings)
 
