@@ -2,43 +2,63 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import torch
-from transformers import Qwen2Config
+from transformers import AutoConfig, PreTrainedConfig
 
 from megatrain.model import Model
+from megatrain.model_spec import FOLDER, known_models
+from megatrain.models._skeleton import supports_sdpa
 
-_QWEN25 = {
-    "7b": {"hidden": 3584, "mlp": 18944, "layers": 28, "heads": 28, "kv": 4, "vocab": 152064},
-    "14b": {"hidden": 5120, "mlp": 13824, "layers": 48, "heads": 40, "kv": 8, "vocab": 152064},
-    "32b": {"hidden": 5120, "mlp": 27648, "layers": 64, "heads": 40, "kv": 8, "vocab": 152064},
-    "tiny": {"hidden": 256, "mlp": 512, "layers": 4, "heads": 4, "kv": 2, "vocab": 1024},
+SHAPES = {"7b": "qwen2.5-7b", "14b": "qwen2.5-14b", "32b": "qwen2.5-32b", "72b": "qwen2.5-72b"}
+"""Short names; every other known model goes by its own."""
+
+_TINY = {
+    "model_type": "qwen2",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1024,
+    "tie_word_embeddings": False,
 }
-SHAPES = tuple(_QWEN25)
 _NOISE = 1 << 24
 
 
-def shape_config(shape: str, layers: int | None = None) -> Qwen2Config:
-    """The Qwen2.5 config of a shape, with fewer layers where given."""
-    size = _QWEN25[shape]
-    return Qwen2Config(
-        hidden_size=size["hidden"],
-        intermediate_size=size["mlp"],
-        num_hidden_layers=layers or size["layers"],
-        num_attention_heads=size["heads"],
-        num_key_value_heads=size["kv"],
-        vocab_size=size["vocab"],
-        max_position_embeddings=131072,
-        tie_word_embeddings=False,
-    )
+def shapes() -> list[str]:
+    """Names of all shapes."""
+    return ["tiny", *SHAPES, *known_models()]
 
 
-def random_model(config: Qwen2Config, **options: Any) -> Model:
+def shape_data(shape: str, layers: int | None = None) -> dict[str, Any]:
+    """The ``config.json`` of a shape, with fewer layers where given."""
+    data = _TINY
+    if shape != "tiny":
+        file = FOLDER / f"{SHAPES.get(shape, shape)}.json"
+        data = json.loads(file.read_text(encoding="utf-8"))["config"]
+    changed = {"max_position_embeddings": 131072} | ({"num_hidden_layers": layers} if layers else {})
+    return data | changed
+
+
+def shape_config(shape: str, layers: int | None = None) -> PreTrainedConfig:
+    """The config of a shape, with fewer layers where given."""
+    config: PreTrainedConfig = AutoConfig.for_model(**shape_data(shape, layers))
+    return config
+
+
+def attention_of(config: PreTrainedConfig) -> str:
+    """The fastest implementation that computes the model's attention."""
+    return "sdpa" if supports_sdpa(config) else "eager"
+
+
+def random_model(config: PreTrainedConfig, **options: Any) -> Model:
     """A model with the weights of `random_values`."""
-    model = Model(config, **options)
+    model = Model(config, attn_implementation=attention_of(config), **options)
     store = model.store
     for name in store.parameter_names:
         for start, values in random_values(name, store.place(name)[1].numel):

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import Qwen2Config
+from transformers import PreTrainedConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from _rows import parse_options, speed, write
-from _shapes import SHAPES, random_batch, shape_config
+from _shapes import random_batch, shape_config, shapes
 
 Step = Callable[[dict[str, torch.Tensor]], tuple[Any, Any]]
 """A whole training step on one batch; returns the loss and the norm of the gradients before clipping."""
@@ -51,7 +51,7 @@ class Rival:
     compile_layers: Callable[[], None]
 
 
-Build = Callable[[Qwen2Config, dict[str, Any]], Rival]
+Build = Callable[[PreTrainedConfig, dict[str, Any]], Rival]
 
 
 def run(system: str, versions: dict[str, str], build: Build, doc: str) -> None:
@@ -98,7 +98,7 @@ def run(system: str, versions: dict[str, str], build: Build, doc: str) -> None:
 
 def _arguments(doc: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="7b")
+    parser.add_argument("--shape", choices=shapes(), default="7b")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 65536, 131072], help="tokens per step")
     parser.add_argument("--seq-len", type=int, default=1024)

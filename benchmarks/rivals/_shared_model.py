@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from _shapes import random_values
 from torch import nn
-from transformers import AutoModel, Qwen2Config
+from transformers import AutoModel, PreTrainedConfig
 
 from megatrain.losses import TokenLoss
 from megatrain.losses._chunked import chunked_loss
@@ -27,7 +27,7 @@ _CHUNK = 4096
 class CausalModel(nn.Module):
     """``(input_ids [rows, tokens], labels [rows, tokens]) -> mean loss``; parameter names are Hugging Face's."""
 
-    def __init__(self, config: Qwen2Config, *, reentrant: bool) -> None:
+    def __init__(self, config: PreTrainedConfig, *, reentrant: bool) -> None:
         super().__init__()
         self.model = AutoModel.from_config(config, attn_implementation="sdpa")
         self.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -88,12 +88,12 @@ def fill(name: str, parameter: torch.Tensor) -> None:
         flat[start : start + values.numel()].copy_(values)
 
 
-def renew_frequencies(model: CausalModel, config: Qwen2Config, device: torch.device) -> None:
+def renew_frequencies(model: CausalModel, config: PreTrainedConfig, device: torch.device) -> None:
     """Rotary frequencies are buffers that no checkpoint holds: without storage, or in bfloat16, after construction."""
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
 
 
-def compile_layers(model: CausalModel, config: Qwen2Config) -> None:
+def compile_layers(model: CausalModel, config: PreTrainedConfig) -> None:
     """From here on every layer runs one compiled function of its weights, whatever its hooks do before and after."""
     template = build_skeleton(config, torch.float32, "sdpa", trust_remote_code=False).model.layers[0]
     torch._dynamo.reset()

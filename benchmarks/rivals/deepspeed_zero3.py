@@ -16,7 +16,7 @@ import torch
 from _rival import DEVICE, LR, MAX_GRAD_NORM, WEIGHT_DECAY, Rival, run
 from _shared_model import CausalModel, compile_layers, fill, renew_frequencies
 from deepspeed.utils import set_z3_leaf_modules
-from transformers import Qwen2Config
+from transformers import PreTrainedConfig
 
 
 def settings(options: dict[str, Any]) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def settings(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def build(config: Qwen2Config, options: dict[str, Any]) -> Rival:
+def build(config: PreTrainedConfig, options: dict[str, Any]) -> Rival:
     """The engine with random weights."""
     deepspeed.init_distributed(dist_backend="nccl" if DEVICE.type == "cuda" else "gloo")
     final = settings(options)

@@ -15,10 +15,10 @@ from _shared_model import CausalModel, compile_layers, fill, renew_frequencies
 from torch.distributed import init_process_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from transformers import Qwen2Config
+from transformers import PreTrainedConfig
 
 
-def build(config: Qwen2Config, options: dict[str, Any]) -> Rival:
+def build(config: PreTrainedConfig, options: dict[str, Any]) -> Rival:
     """The sharded model with random weights and its optimizer."""
     init_process_group("cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo")  # the norm is reduced on the CPU
     mesh = init_device_mesh(DEVICE.type, (1,))
