@@ -17,7 +17,8 @@ from transformers import AutoModel, PreTrainedConfig
 from megatrain.losses import TokenLoss
 from megatrain.losses._chunked import chunked_loss
 from megatrain.losses.cross_entropy import token_losses
-from megatrain.models._compiled import compiled_token_loss, layer_function
+from megatrain.models._compiled import compiled_token_loss
+from megatrain.models._functions import layer_function
 from megatrain.models._linear import StreamedLinear
 from megatrain.models._skeleton import build_skeleton
 
