@@ -1,5 +1,6 @@
 # make test       checks and the fast tests            make demo      train a real small model, end to end
 # make test-all   everything but the GPU tests         make wheel     a wheel in dist/
+# make check-times   how long starting and planning take, on an idle machine
 # The first call makes .venv. With PYTHON=/path/to/python its torch (2.11 or newer) is used; else TORCH is installed.
 
 PYTHON ?= python3
@@ -16,7 +17,7 @@ BUILD := build/native
 .PHONY: help test test-all check-times demo lint native try-native wheel clean
 
 help:
-	@sed -n '1,4s/^# *//p' Makefile
+	@sed -n '1,5s/^# *//p' Makefile
 
 # Repeated only when the requirements change: the install is the source folder itself.
 $(ENVIRONMENT): pyproject.toml constraints.txt
@@ -50,13 +51,13 @@ lint: $(ENVIRONMENT)
 
 # pytest ends with 5 where it finds no test.
 test: lint try-native
-	$(PY) -m pytest -m "not slow and not gpu" -n $(WORKERS) --durations 15 || [ $$? -eq 5 ]
+	$(PY) -m pytest -m "not slow and not gpu and not times" -n $(WORKERS) --durations 15 || [ $$? -eq 5 ]
 
 test-all: lint try-native
-	$(PY) -m pytest -m "not gpu" -n $(WORKERS) --durations 30 || [ $$? -eq 5 ]
+	$(PY) -m pytest -m "not gpu and not times" -n $(WORKERS) --durations 30 || [ $$? -eq 5 ]
 
 check-times: try-native
-	$(PY) -m pytest tests/times -m slow
+	$(PY) -m pytest tests/times -m times
 
 demo: try-native
 	$(PY) examples/demo.py

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.times,
     pytest.mark.skipif(find_spec("megatrain.cli") is None, reason="no command line in this tree"),
 ]
 
@@ -94,4 +94,5 @@ def test_a_machine_is_measured_within_20_seconds_and_not_again(tmp_path: Path) -
     assert first < 20
     again, second = timed(tmp_path, "doctor")
     assert again < 5
-    assert second.stdout.splitlines()[-4:] == result.stdout.splitlines()[-4:]
+    rates = [[line for line in out.stdout.splitlines() if line.startswith("rates")] for out in (result, second)]
+    assert rates[0] == rates[1] != []

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.times
 
 
 def seconds_to_first_output(*command: str) -> float:

@@ -12,7 +12,7 @@ from _kernels import NATIVES, SETTINGS
 
 from megatrain.store import Arena
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.times
 
 
 @pytest.mark.skipif(not NATIVES, reason="the native kernel is not built")

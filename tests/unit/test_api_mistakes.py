@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,3 +94,19 @@ def test_weights_that_cannot_be_trained_from(tmp_path: Path) -> None:
     config.quantization_config = {"quant_method": "awq"}
     with pytest.raises(UserError, match=r"quantization_config \(awq\)"):
         Model.from_config(config, device="sim")
+
+
+def test_a_script_that_does_not_close_its_model_ends_well() -> None:
+    """While updates run: an interpreter that ends under a thread in native code ends in an abort."""
+    program = """
+import torch
+from transformers import LlamaConfig
+from megatrain import Model
+model = Model.from_config(LlamaConfig(
+    hidden_size=256, intermediate_size=512, num_attention_heads=4, num_hidden_layers=2, vocab_size=4096))
+ids = torch.arange(16)[None]
+model.step([{"input_ids": ids, "labels": ids}])
+print("done")
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr

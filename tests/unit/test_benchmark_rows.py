@@ -134,6 +134,12 @@ def test_a_rival_that_cannot_be_set_up_fails_in_every_row(tmp_path: Path) -> Non
     assert setups == 1
 
 
+def test_the_rivals_find_what_they_share_with_megatrain() -> None:
+    """Layers and loss are MegaTrain's own; DeepSpeed itself is not installed here."""
+    program = f"import sys; sys.path.insert(0, {str(BENCHMARKS / 'rivals')!r}); import fsdp2_offload, _shared_model"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
 def measured(folder: Path, *arguments: str) -> tuple[dict[tuple[str, int], str | None], int]:
     """The error of each row, and how often the rival was set up."""
     (folder / "rival.py").write_text(RIVAL.format(rivals=str(BENCHMARKS / "rivals")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -51,6 +52,7 @@ class ThreadLanes:
         ]
         for thread in self._threads:
             thread.start()
+        atexit.register(self._end)
 
     def submit(self, ticket: Ticket, label: str, unit: str, run: Callable[[], None], waits: Sequence[Ticket]) -> None:
         """Queue an operation on its lane."""
@@ -85,11 +87,18 @@ class ThreadLanes:
 
     def close(self) -> None:
         """Let the threads finish what runs and end them."""
+        atexit.unregister(self._end)
         with self._condition:
             self._closing = True
             self._condition.notify_all()
         for thread in self._threads:
             thread.join()
+
+    def _end(self) -> None:
+        """At the end of a process that has not closed its model: an interpreter that ends under a thread in native code
+        ends in an abort."""
+        self.abort()
+        self.close()
 
     def _work(self, lane: str) -> None:
         if self._near is not None:
