@@ -3,7 +3,8 @@
     python benchmarks/plot.py benchmarks/results/*.jsonl --shape 7b --svg docs/pictures/speed-7b.svg
 
 The table goes to standard output, as Markdown. Of a configuration measured twice the later row counts; of a system with
-several settings the fastest at each number of tokens. Rows with fewer layers than the shape has are left out.
+several settings the fastest at each number of tokens; what the planner chose is a best placement. Rows with fewer
+layers than the shape has are left out.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def lines_of(rows: Sequence[Row]) -> Lines:
 def line_name(row: Row) -> str | None:
     """The line that a row belongs to; ``None`` for settings of ours that no line compares."""
     system, options = row.get("system", "MegaTrain"), row["options"]
-    changed = options.keys() - {"clipping", "compiled"}
-    if changed and changed <= PLACED:
+    changed = options.keys() - {"clipping", "speculated", "compiled"}
+    if row.get("auto") or (changed and changed <= PLACED):
         return f"{system}, best placement"
     if system != "MegaTrain":
         return system + "".join(f", {name}={options[name]}" for name in sorted(changed))

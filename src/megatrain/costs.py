@@ -38,6 +38,7 @@ _SUM_BYTES = 12  # of traffic per parameter: gradient added, rounded, squared
 _TOGETHER = 2  # intermediates that a compiled recompute and backward hold beyond those of kept activations
 _PAIR_PASSES = 8  # over the weights of every pair of tokens: scores, mask, maximum, exponentials, sum, quotient
 _PAIRS_KEPT = 3  # of them that autograd saves: scores, weights, weights without a sink
+_ROUTED_PASSES = 6  # over the rows that experts get: gathered and written, read; outputs weighted (2), summed (2)
 _RESOLVE = 0.001  # of a plain update, when nothing was clipped
 _BYTES = {"bfloat16": 2, "float32": 4}
 
@@ -133,7 +134,8 @@ class Costs:
             reading = work.micro_batches * flops / 2 * work.compute_bytes / machine.gpu_memory_rate
             each[unit.name] = max(work.timed_tokens * flops / rate, reading)
             if unit.structure >= 0:
-                each[unit.name] += self._attention
+                routed = work.timed_tokens * self.model.routed_elements(unit) * work.compute_bytes
+                each[unit.name] += self._attention + _ROUTED_PASSES * routed / machine.gpu_memory_rate
         return each
 
     @cached_property
@@ -226,10 +228,11 @@ class Costs:
         if unit.structure < 0:
             return token * self.model.width + (gradients if op.kind == "BACKWARD" else 0)
         model = self.model
+        routed = model.routed_elements(unit)
         if op.kind != "BACKWARD":
-            passing = model.width if mode == "keep" else 3 * model.intermediate + 2 * model.width
+            passing = model.width if mode == "keep" else 3 * model.intermediate + 2 * model.width + 2 * routed
             return work.micro_tokens * self._graph_bytes(mode) + token * passing
-        passing = (model.intermediate if work.compiled else 2 * model.intermediate) + model.width
+        passing = (model.intermediate if work.compiled else 2 * model.intermediate) + model.width + routed
         if mode == "keep":
             return token * passing + gradients
         again = work.micro_tokens * self._graph_bytes("keep")

@@ -91,6 +91,11 @@ class ModelSpec:
         """Forward FLOPs per token of one layer's attention products in a sequence of ``seq_len``, causal."""
         return 2.0 * (seq_len + 1) * self.heads * self.head_dim
 
+    def routed_elements(self, unit: UnitShape) -> int:
+        """Per token, the elements of all rows that a layer's experts get, each of the model's width; 0 without any."""
+        routes = any(_of_experts(p) for p in unit.layout.parameters)
+        return self.experts_per_token * self.width if routes else 0
+
     @property
     def last_product_flops(self) -> float:
         """Forward FLOPs per token of a layer's last product; 0 with experts: the router's gradient needs theirs."""
