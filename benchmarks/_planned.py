@@ -113,7 +113,7 @@ def planned(
         "auto": args.auto,
         "predicted_seconds": candidate.timeline.seconds,
         "predicted_device_gib": sum(candidate.device_bytes.values()) / 2**30,
-        "predicted_host_gib": sum(candidate.host_bytes.values()) / 2**30,
+        "predicted_host_gib": (sum(candidate.host_bytes.values()) + search.process_bytes(candidate.choice)) / 2**30,
     }
     return Planned(options={**options, **given}, micro_batches=micro, figures=figures)
 

@@ -120,7 +120,7 @@ def one_row(
         for step in range(warm + timed)
     ]
     seconds, corrected = time_steps(model, steps, timed, clip_every)
-    on_device, process = peaks(model.memory, "cuda" if torch.cuda.is_available() else "cpu")
+    on_device, process = peaks(model.memory, "cuda" if torch.cuda.is_available() else "cpu", 0)
     row: dict[str, Any] = {
         "system": "MegaTrain",
         "shape": args.shape,

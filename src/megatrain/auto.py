@@ -125,7 +125,7 @@ class Chooser:
                 return self._choice(search, found[0])
         if self.machine.unified or self.share < 1:
             smallest = search.smallest()
-            if self.machine.unified or sum(smallest.host_bytes.values()) <= search.host_limit:
+            if self.machine.unified or search.host_need(smallest.choice) <= search.host_limit:
                 return self._choice(search, smallest)
         raise UserError(refusal(Search(self.model, self.machine, self.request), run_file=True))
 

@@ -5,24 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from megatrain.auto import request_of
 from megatrain.config import RunConfig
+from megatrain.costs import process_bytes
 from megatrain.loggers import Checked
 from megatrain.machines import known_machines, load_machine
 from megatrain.model_spec import ModelSpec
 from megatrain.results import MemoryReport
-from megatrain.search import PROCESS_BYTES, Search
+from megatrain.search import Search
 
 # Of the device: what libraries take is measured, and boundaries are allocated with the first step. Of the host: marks
 # come and go in a step.
 _NOT_COMPARED = ("libraries", "boundaries", "boundary activations", "marks of speculation")
 
 
+class PlannedMemory(NamedTuple):
+    """Bytes by label that stay for the whole run, and what the process takes at its peak beside them."""
+
+    device: dict[str, int]
+    host: dict[str, int]
+    process: int
+
+
 def planned_memory(
-    spec: ModelSpec, config: RunConfig, dtype: str, largest: tuple[int, int, int]
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes by label of the device and of the host that stay for the whole run.
+    spec: ModelSpec, config: RunConfig, device: str, dtype: str, largest: tuple[int, int, int]
+) -> PlannedMemory:
+    """What a run is planned to take on ``device`` (``cpu``, ``cuda``).
 
     ``dtype`` is the compute dtype, ``largest`` rows, tokens and micro-batches of the largest step.
     """
@@ -32,24 +42,25 @@ def planned_memory(
     # Bytes that stay are the same on every machine, and in every mode but for marks.
     search = Search(spec, load_machine(known_machines()[0]), request)
     choice = search.smallest().choice
-    return dict(search.device_labels(choice)), search.host_bytes(choice)
+    process = search.process_bytes(choice) if device == "cuda" else process_bytes(on_gpu=False)
+    return PlannedMemory(dict(search.device_labels(choice)), search.host_bytes(choice), process)
 
 
-def mismatches(planned: tuple[dict[str, int], dict[str, int]], memory: MemoryReport) -> Iterator[str]:
+def mismatches(planned: PlannedMemory, memory: MemoryReport) -> Iterator[str]:
     """Labels whose planned bytes are not the allocated ones, with both."""
     for side, expected, allocated in (
-        ("device", planned[0], memory.by_label),
-        ("host", planned[1], memory.host_by_label),
+        ("device", planned.device, memory.by_label),
+        ("host", planned.host, memory.host_by_label),
     ):
         yield from _differences(side, expected, allocated)
 
 
-def peaks(memory: MemoryReport, device: str) -> tuple[Checked | None, Checked]:
+def peaks(memory: MemoryReport, device: str, process: int) -> tuple[Checked | None, Checked]:
     """Bytes of the device at its peak, None where nobody counts them, and of this process in host memory.
 
-    On the CPU the memory of the ``device`` is the host's.
+    On the CPU the memory of the ``device`` is the host's. ``process``: what it is planned to take beside all state.
     """
-    measured, planned = memory.device_measured, memory.host_bytes + PROCESS_BYTES
+    measured, planned = memory.device_measured, memory.host_bytes + process
     if device == "cpu":
         planned += memory.device_peak
     on_device = None if measured is None else Checked(memory.device_peak, measured)

@@ -26,6 +26,9 @@ EAGER_LAUNCH = 500e-6
 LIBRARIES = 600 << 20
 """Device bytes of the driver's context and the libraries' workspaces."""
 
+_CPU_PROCESS, _GPU_PROCESS = 600 << 20, 2 << 30
+"""Host bytes of interpreter, torch, tokenizer and rows; and with the libraries of a GPU (0.7 to 1.9 GiB measured)."""
+
 EAGER_KEPT = 1.7
 """What autograd saves of a layer that is not compiled, as a multiple of `ModelSpec.kept_elements`: 1.25 to 1.65 over
 Llama, Qwen and Phi layers in both dtypes, measured on the CPU."""
@@ -39,8 +42,14 @@ _TOGETHER = 2  # intermediates that a compiled recompute and backward hold beyon
 _PAIR_PASSES = 8  # over the weights of every pair of tokens: scores, mask, maximum, exponentials, sum, quotient
 _PAIRS_KEPT = 3  # of them that autograd saves: scores, weights, weights without a sink
 _ROUTED_PASSES = 6  # over the rows that experts get: gathered and written, read; outputs weighted (2), summed (2)
+_IDLE_TOKENS = 150  # that a product of one micro-batch could have had beside: its last wave leaves processors idle
 _RESOLVE = 0.001  # of a plain update, when nothing was clipped
 _BYTES = {"bfloat16": 2, "float32": 4}
+
+
+def process_bytes(*, on_gpu: bool) -> int:
+    """Host bytes that a process takes beside all state."""
+    return _GPU_PROCESS if on_gpu else _CPU_PROCESS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +141,7 @@ class Costs:
             rate = head if unit is self.model.units[-1] else layer
             flops = self.model.matrix_flops(unit)
             reading = work.micro_batches * flops / 2 * work.compute_bytes / machine.gpu_memory_rate
-            each[unit.name] = max(work.timed_tokens * flops / rate, reading)
+            each[unit.name] = max((work.timed_tokens + _IDLE_TOKENS * work.micro_batches) * flops / rate, reading)
             if unit.structure >= 0:
                 routed = work.timed_tokens * self.model.routed_elements(unit) * work.compute_bytes
                 each[unit.name] += self._attention + _ROUTED_PASSES * routed / machine.gpu_memory_rate
@@ -238,6 +247,14 @@ class Costs:
         again = work.micro_tokens * self._graph_bytes("keep")
         most = passing + (_TOGETHER * model.intermediate if work.compiled else 0)
         return max(again + token * most, token * (passing + model.width) + gradients)
+
+    def tuning_bytes(self) -> int:
+        """Host bytes that are pinned for a while as the compiler times its kernels for a GPU: where one changes an
+        activation in place, a copy of that, of which PyTorch's allocator makes a power of two."""
+        if self.machine.unified or not self.workload.compiled:
+            return 0
+        elements = max(max(self.model.intermediate, self.model.routed_elements(unit)) for unit in self.model.units)
+        return 1 << (self.workload.micro_tokens * elements * self.workload.compute_bytes).bit_length()
 
     def loss_chunk(self) -> int:
         """Tokens whose logits exist at a time."""

@@ -17,7 +17,7 @@ from megatrain.errors import UserError
 from megatrain.loggers._screens import count, disk_size, duration, size
 from megatrain.machines import MachineSpec
 from megatrain.planner import Option, Plan
-from megatrain.search import DEVICE_MARGIN, HOST_MARGIN, PROCESS_BYTES
+from megatrain.search import DEVICE_MARGIN, HOST_MARGIN
 from megatrain.timeline_page import page
 from megatrain.trace_events import trace_events
 
@@ -89,7 +89,7 @@ def report(plan: Plan, tokens: int) -> Iterator[str]:
     yield f"  {'total':34} {size(plan.device_peak):>10} of {size(plan.device_limit)}, {DEVICE_MARGIN:.0%} left free"
     yield f"  peak at {plan.peak_at}"
     yield from _table("host memory", plan.host_bytes)
-    left = f"{HOST_MARGIN:.0%} and {size(PROCESS_BYTES)} left free"
+    left = f"{HOST_MARGIN:.0%} and {size(plan.process_bytes)} for the process left free"
     yield f"  {'total':34} {size(plan.host_total):>10} of {size(plan.host_limit)}, {left}"
     yield "disk"
     yield from (f"  {label:34} {disk_size(nbytes):>10}" for label, nbytes in plan.disk_bytes.items())

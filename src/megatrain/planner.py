@@ -66,6 +66,8 @@ class Plan:
     disk_bytes: dict[str, int]
     device_limit: int
     host_limit: int
+    process_bytes: int
+    """Of the host, that the process takes beside ``host_bytes``."""
     peak_at: str
     seconds: float
     tokens_per_second: float
@@ -128,6 +130,7 @@ def _plan(search: Search, found: list[Candidate]) -> Plan:
         },
         device_limit=search.device_limit,
         host_limit=search.host_limit,
+        process_bytes=search.process_bytes(best.choice),
         peak_at=best.peak_at,
         seconds=timeline.seconds,
         tokens_per_second=tokens / timeline.seconds,

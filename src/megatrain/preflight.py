@@ -17,6 +17,7 @@ from megatrain._durable import space_for
 from megatrain.checkpoint import latest_complete, read_meta
 from megatrain.choices import Request, micro_batch_counts
 from megatrain.config import RunConfig, parse_bytes
+from megatrain.costs import process_bytes
 from megatrain.datasets._batches import Batches, mean_padded_tokens
 from megatrain.datasets._load import Dataset, Progress, load_dataset
 from megatrain.devices import device_name
@@ -34,7 +35,6 @@ from megatrain.model_spec import load_model_spec
 from megatrain.models._skeleton import check_config, read_config, refuse_converted_files
 from megatrain.rates import measure_and_keep
 from megatrain.schedule import Schedule
-from megatrain.search import PROCESS_BYTES
 
 STATE_BYTES = 12  # of host memory and of a save, per parameter: FP32 master and two FP32 moments
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -110,18 +110,19 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     limit = _host_limit(config)
     on_host = _host_bytes(config, layouts, dtype)
     if config.placement.states is None or device == "cpu":
-        _check_host(config, on_host, limit)
+        _check_host(config, device, on_host, limit)
     tokenizer = read_tokenizer(folder, m.trust_remote_code)
     text = model_config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     data = load_dataset(config.data, tokenizer, vocab_size=text.vocab_size, positions=positions, progress=progress)
     progress("planning", 0, 0)
-    chooser, choice = _choose(asked, config, folder, data, device, dtype, limit - PROCESS_BYTES - on_host, progress)
+    left = limit - process_bytes(on_gpu=device == "cuda") - on_host
+    chooser, choice = _choose(asked, config, folder, data, device, dtype, left, progress)
     config = choice.config
     batches = _batches(config, tokenizer, data)
     boundaries = _boundary_bytes(config, batches, text, dtype)
     host_bytes = _host_bytes(config, layouts, dtype, boundaries)
-    _check_host(config, host_bytes, limit)
+    _check_host(config, device, host_bytes, limit)
     total = config.train.max_steps or config.train.epochs * batches.steps_per_epoch
     _check_trace(config, total)
     schedule = Schedule.from_config(config.schedule, config.optim.lr, total)
@@ -268,15 +269,16 @@ def _host_limit(config: RunConfig) -> int:
     return machine.probe().memory_free if asked is None else asked
 
 
-def _check_host(config: RunConfig, need: int, limit: int) -> None:
-    if need + PROCESS_BYTES > limit:
+def _check_host(config: RunConfig, device: str, need: int, limit: int) -> None:
+    process = process_bytes(on_gpu=device == "cuda")
+    if need + process > limit:
         way_out = "a machine or container with more memory, or a smaller model"
-        if config.placement.host_memory is not None and need + PROCESS_BYTES <= machine.probe().memory_free:
-            mebibytes = -(-(need + PROCESS_BYTES) >> 20)
+        if config.placement.host_memory is not None and need + process <= machine.probe().memory_free:
+            mebibytes = -(-(need + process) >> 20)
             way_out = f"raise placement.host_memory to {mebibytes}MiB or more, or leave it out"
         raise UserError(
-            f"placement.host_memory: the training state needs {size(need)} and the process {size(PROCESS_BYTES)}\n"
-            f"  found: {size(limit)}, {size(need + PROCESS_BYTES - limit)} too little\n"
+            f"placement.host_memory: the training state needs {size(need)} and the process {size(process)}\n"
+            f"  found: {size(limit)}, {size(need + process - limit)} too little\n"
             f"  fix:   {way_out}"
         )
 

@@ -14,7 +14,7 @@ from itertools import accumulate, product
 from typing import Any
 
 from megatrain.choices import Choice, Request, given_parts, micro_batch_counts, unit_bytes
-from megatrain.costs import Costs, Workload
+from megatrain.costs import Costs, Workload, process_bytes
 from megatrain.engine._rings import blocks_of
 from megatrain.engine.peak import planned_peak
 from megatrain.engine.placement import Mode, check_order, last_units
@@ -28,9 +28,6 @@ DEVICE_MARGIN = 0.05
 
 HOST_MARGIN = 0.10
 """Share of host memory that a plan leaves to the system, the data and the framework."""
-
-PROCESS_BYTES = 600 << 20
-"""Host bytes of interpreter, torch, tokenizer and rows."""
 
 _FEW = 3  # micro-batches of a micro-batch-major program: the first, the last, and one that stands for all others
 _SAME = 1 + 1e-9  # factor between step times that do not differ
@@ -76,7 +73,8 @@ class Search:
     ) -> None:
         self.model, self.machine, self.request = model, machine, request
         self.device_limit = _limit(machine.gpu_memory, request.device_memory, device_margin)
-        self.host_limit = _limit(machine.host_memory, request.host_memory, host_margin) - PROCESS_BYTES
+        self._process = process_bytes(on_gpu=not machine.unified)
+        self.host_limit = _limit(machine.host_memory, request.host_memory, host_margin) - self._process
         self.costs = cache(self._make_costs)
         self._fixed_labels = cache(self._make_fixed_labels)
         self._host_labels = cache(self._make_host_labels)
@@ -119,7 +117,7 @@ class Search:
         smallest = self.smallest()
         need = sum(smallest.device_bytes.values())
         fitting = [choice for choice in self._small if self.peak(choice)[0] <= self.device_limit] or self._small
-        host = min(self._host_need(choice) for choice in fitting)
+        host = min(self.host_need(choice) for choice in fitting)
         return Shortage(need, max(0, need - self.device_limit), host, max(0, host - self.host_limit), smallest.peak_at)
 
     @cached_property
@@ -209,9 +207,9 @@ class Search:
         return any(self._fits(replace(group, host=host)) for host in places)
 
     def _fits(self, choice: Choice) -> bool:
-        if self._host_bytes(choice) > self.host_limit or self.peak(choice)[0] > self.device_limit:
+        if sum(self.host_bytes(choice).values()) > self.host_limit or self.peak(choice)[0] > self.device_limit:
             return False
-        return self._host_need(choice) <= self.host_limit
+        return self.host_need(choice) <= self.host_limit
 
     def _variants(self, group: Choice) -> Iterator[Choice]:
         """The choices of a group, those before others that are never faster."""
@@ -309,11 +307,14 @@ class Search:
         peak, where = self.peak(choice)
         return Candidate(choice, self.timeline(choice), self._labels(choice, peak), self.host_bytes(choice), where)
 
-    def _host_bytes(self, choice: Choice) -> int:
-        return sum(self.host_bytes(choice).values())
+    def process_bytes(self, choice: Choice) -> int:
+        """Host bytes that the process takes at its peak beside those of `host_bytes`."""
+        return self._process + self._costs_of(choice).tuning_bytes()
 
-    def _host_need(self, choice: Choice) -> int:
-        return self._host_bytes(choice) + (self.peak(choice)[0] if self.machine.unified else 0)
+    def host_need(self, choice: Choice) -> int:
+        """Host bytes that must fit `host_limit`."""
+        shared = self.peak(choice)[0] if self.machine.unified else self._costs_of(choice).tuning_bytes()
+        return sum(self.host_bytes(choice).values()) + shared
 
     def _make_costs(self, micro_batches: int, major: bool) -> Costs:
         """Costs of the step in so many micro-batches, or of one of them where each passes through the whole model."""

@@ -22,6 +22,7 @@ from megatrain._durable import remove_folder
 from megatrain.checked import mismatches, peaks, planned_memory
 from megatrain.checkpoint import DamagedSave, prune, read_meta, set_aside, step_folder
 from megatrain.config import RunConfig, flat_options, parse_bytes
+from megatrain.costs import process_bytes
 from megatrain.datasets._batches import StepBatch
 from megatrain.datasets._load import Dataset, Progress
 from megatrain.errors import UserError
@@ -104,7 +105,7 @@ def train(
         for path in damaged:
             set_aside(path)
         _describe(prepared, model, console)
-        _check_memory(prepared, model, console)
+        loop.process = _check_memory(prepared, model, console)
         if config.trace.path and not loop.recorded.steps:
             console.note("trace   none: too few steps are left for a steady one")
         with loop.logging(), _asked_to_stop() as stop:
@@ -201,6 +202,8 @@ class _Loop:
         self._steps_here = 0
         self.step = 0
         self.recorded = RecordedSteps(prepared.config.trace, range(prepared.total_steps))
+        self.process = 0
+        """Host bytes that are planned for the process beside all state."""
 
     @contextmanager
     def logging(self) -> Iterator[None]:
@@ -310,7 +313,7 @@ class _Loop:
             # The model was trained with this template, so it is the one to be used with it.
             shutil.copyfile(config.data.chat_template, final / "chat_template.jinja")
         t, ends = self._totals, max(1, min(_ENDS, self.step // 2))
-        device_peak, host_peak = peaks(self._model.memory, self._prepared.device)
+        device_peak, host_peak = peaks(self._model.memory, self._prepared.device, self.process)
         summary = Summary(
             steps=self.step,
             target_tokens=t.target_tokens,
@@ -367,20 +370,22 @@ def _describe(prepared: Prepared, model: Model, console: Logger) -> None:
         _log.warning("%s line %d skipped: %s", prepared.config.data.train, line, bad.reason)
 
 
-def _check_memory(prepared: Prepared, model: Model, console: Logger) -> None:
-    """Say where the planner's bytes are not those that were allocated."""
+def _check_memory(prepared: Prepared, model: Model, console: Logger) -> int:
+    """Say where the planner's bytes are not those that were allocated. Returns what the process is planned to take of
+    the host beside them."""
+    device = prepared.device
     try:
         spec = load_model_spec(str(prepared.folder))
     except UserError as error:  # of a kind that is trained but not planned
         _log.info("memory was not compared with the plan: %s", error)
-        return
-    wrong = list(
-        mismatches(planned_memory(spec, prepared.config, prepared.dtype, prepared.batches.largest), model.memory)
-    )
+        return process_bytes(on_gpu=device == "cuda")
+    planned = planned_memory(spec, prepared.config, device, prepared.dtype, prepared.batches.largest)
+    wrong = list(mismatches(planned, model.memory))
     if wrong:
         line = f"warning memory is not as planned: {'; '.join(wrong)}"
         console.note(line)
         _log.warning(line)
+    return planned.process
 
 
 @contextmanager

@@ -279,7 +279,7 @@ def test_a_dry_run_shows_the_choice_and_what_was_asked_for(folder: Path) -> None
 def test_where_nothing_smaller_fits_the_engine_s_own_words_are_shown(folder: Path) -> None:
     """Without much of the state on the device it does not fit the host."""
     run = load_config(None, [word for word in arguments(folder) if not word.startswith("train.micro")])
-    first = chooser(run, replace(load_machine("rtx4090-128gb"), host_memory=44 << 30), "qwen3-4b")
+    first = chooser(run, replace(load_machine("rtx4090-128gb"), host_memory=46 << 30), "qwen3-4b")
     prepared = replace(prepare(run, lambda *_: None), chooser=first, choice=first.choose())
     refused = UserError("placement.device_memory: 20 GiB is too small")
     prepared = prepared.after(refused).after(refused)

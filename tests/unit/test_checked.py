@@ -10,7 +10,7 @@ from _fixtures import tiny_config
 from _oracle import random_batches
 
 from megatrain import Model, auto
-from megatrain.checked import mismatches, peaks, planned_memory
+from megatrain.checked import PlannedMemory, mismatches, peaks, planned_memory
 from megatrain.config import ComputeConfig, DataConfig, ModelConfig, PlacementConfig, RunConfig
 from megatrain.loggers import Checked
 from megatrain.model_spec import load_model_spec
@@ -66,7 +66,7 @@ def test_planned_is_allocated(
     config = run_config(placement, compute)
     spec = load_model_spec(str(folders[tied]))
     with open_model(config, folders[tied], dtype, lambda *_: None) as model:
-        planned = planned_memory(spec, config, dtype, LARGEST)
+        planned = planned_memory(spec, config, "cpu", dtype, LARGEST)
         assert list(mismatches(planned, model.memory)) == []
         for step in random_batches(320, steps=2, micros=2, tokens=32):
             model.step(step)
@@ -83,7 +83,8 @@ def test_a_difference_names_label_and_both_bytes() -> None:
         by_label={"slots": 1000, "libraries": 7, "gradients": 5},
         host_by_label={"masters and moments": 1200, "gradients": 0, "boundary activations": 50},
     )
-    planned = ({"slots": 1200, "libraries": 3, "resident state": 8}, {"masters and moments": 1200})
+    device = {"slots": 1200, "libraries": 3, "resident state": 8}
+    planned = PlannedMemory(device, {"masters and moments": 1200}, 0)
     assert list(mismatches(planned, memory)) == [
         "device gradients: planned 0 bytes, allocated 5",
         "device resident state: planned 8 bytes, allocated 0",
@@ -95,9 +96,8 @@ def test_peaks() -> None:
     memory = MemoryReport(
         device_budget=None, device_peak=100, device_measured=90, host_bytes=1000, by_label={}, host_by_label={}
     )
-    process = 600 << 20
-    device, host = peaks(memory, "cuda")
+    device, host = peaks(memory, "cuda", 7)
     assert device == Checked(predicted=100, measured=90)
-    assert host.predicted == 1000 + process
+    assert host.predicted == 1007
     assert host.measured > 50 << 20
-    assert peaks(memory, "cpu")[1].predicted == 1100 + process
+    assert peaks(memory, "cpu", 7)[1].predicted == 1107

@@ -171,6 +171,8 @@ class CudaDevice(Device):
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         run()
         torch.cuda.synchronize(self.torch_device)
+        # The compiler's tuner has pinned copies of activations, gigabytes of them, and the allocator would keep them.
+        torch._C._host_emptyCache()
         return self._requested("peak") - before
 
     def _requested(self, when: str) -> int:
