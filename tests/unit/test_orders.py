@@ -13,6 +13,7 @@ from _fixtures import tiny_config
 
 from megatrain import UserError
 from megatrain.engine.program import Builder, Op, Policy, UnitSpec
+from megatrain.engine.template import Batch, Templates
 from megatrain.engine.workspace import Workspaces
 
 
@@ -98,6 +99,25 @@ def test_the_bound_of_arithmetic_counts_what_is_computed_again(
     monkeypatch.setattr(Workspaces, "seconds_together", lambda *args: float(len(args[-1])))
     with engine(tiny_config(), "cpu", boundary_every=every) as model:
         assert model.compute_bound(1, 16, micro_batches=2) == 2 * operations
+
+
+def test_time_is_measured_on_tokens_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal rows draw less power of a GPU, which then computes faster than in any step."""
+    seen: list[int] = []
+    whole = Templates.forward
+
+    def forward(self: Templates, unit: Any, slots: Any, batch: Batch, *rest: Any) -> Any:
+        seen.append(batch.input_ids.unique().numel())
+        return whole(self, unit, slots, batch, *rest)
+
+    with engine(tiny_config(), "cpu") as model:
+        with model.trace() as trace:
+            for seed in range(2):
+                model.step(rows(2, seed=seed))
+        monkeypatch.setattr(Templates, "forward", forward)
+        model.compute_bound(1, 16)
+        model.predict(trace)
+    assert min(seen) > 8
 
 
 @pytest.mark.parametrize("activations", ["recompute", "50%"])

@@ -118,7 +118,7 @@ class Workspaces:
 
     def seconds_together(self, shape: Shape, work: Sequence[tuple[str, int, Unit, Mode]]) -> float:
         """Time of operations ``(kind, micro-batch, unit, mode)`` in order, weights resident, nothing else going on."""
-        batch = self._example(shape)
+        batch = self._example(shape, alike=False)
         embedding = self._templates.decoder.units[0]
         hidden, context, _ = self._forward(embedding, batch, None, None, "recompute")
 
@@ -144,9 +144,10 @@ class Workspaces:
     def _visit(self, shape: Shape, need: Need, note: Note, mode: Mode, *, once: bool) -> None:
         """Hand each operation on each kind of unit to ``note``; what it leaves behind goes to ``need.held``.
 
-        A kept graph is good for one backward: unless ``note`` runs it ``once``, it makes its graph each time.
+        A kept graph is good for one backward: unless ``note`` runs it ``once``, it makes its graph each time. What runs
+        once is measured for memory, what runs again for time.
         """
-        decoder, batch = self._templates.decoder, self._example(shape)
+        decoder, batch = self._templates.decoder, self._example(shape, alike=once)
         embedding, head = decoder.units[0], decoder.units[-1]
         hidden, context, _ = self._forward(embedding, batch, None, None, "recompute")
         need.held["batch", -1] = _nbytes([batch.input_ids, batch.position_ids, batch.index, batch.targets])
@@ -198,14 +199,20 @@ class Workspaces:
     def _slots(self, unit: Unit) -> dict[str, torch.Tensor]:
         return {name: self._weights(name) for name in (unit.name, *unit.uses)}
 
-    def _example(self, shape: Shape) -> Batch:
-        """A batch of the shape in which every token has a target."""
+    def _example(self, shape: Shape, *, alike: bool) -> Batch:
+        """A batch of the shape in which every token has a target.
+
+        Tokens are all ``alike`` where memory is measured: then all go to the same experts, and no batch needs more.
+        Where time is measured they are random: on equal rows a GPU draws less power, and is faster than in a step.
+        """
         where = self._device.torch_device
-        tokens = shape.rows * shape.tokens
-        ids = torch.zeros(shape.rows, shape.tokens, dtype=torch.int64, device=where)
+        tokens, vocab = shape.rows * shape.tokens, int(self._templates.decoder.config.get_text_config().vocab_size)
+        ids = torch.randint(1 if alike else vocab, (tokens,), generator=torch.Generator().manual_seed(0)).to(where)
         positions = torch.arange(shape.tokens, device=where).expand(shape.rows, -1) % max(1, shape.tokens // 2)
         rows = torch.arange(tokens, device=where)
-        return Batch(ids, positions.contiguous() if shape.packed else None, rows, torch.zeros_like(rows))
+        return Batch(
+            ids.view(shape.rows, shape.tokens), positions.contiguous() if shape.packed else None, rows, ids.roll(-1)
+        )
 
 
 def _both(forward: Callable[[], tuple[Any, Any, Graph | None]], backward: Callable[[Graph | None], object]) -> object:
