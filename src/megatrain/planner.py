@@ -210,9 +210,9 @@ def _overrides(search: Search, candidate: Candidate) -> tuple[str, ...]:
     return tuple(f"{name}={'null' if value is None else value}" for name, value in words.items())
 
 
-def refusal(search: Search, run_file: bool) -> str:
+def refusal(search: Search, run_file: bool, *, training: bool = False) -> str:
     """Why nothing fits, and up to three ways out that were planned: overrides of a ``run_file``, or else options of
-    ``megatrain plan``."""
+    ``megatrain plan``; a run that is ``training`` can change neither its machine nor its model by one."""
     model, machine, request, short = search.model, search.machine, search.request, search.shortage()
     lines = [f"plan: {model.name} does not fit {machine.name} at {request.rows} x {request.seq_len} tokens a step"]
     if short.device_missing:
@@ -220,7 +220,7 @@ def refusal(search: Search, run_file: bool) -> str:
         lines.append(_missing(what, short.device_missing, short.device_need, DEVICE_MARGIN, where))
     if short.host_missing:
         lines.append(_missing("host memory", short.host_missing, short.host_need, HOST_MARGIN))
-    ways = [f"  fix:     {way}" for way in islice(_ways_out(model, machine, request, run_file), _WAYS_OUT)]
+    ways = [f"  fix:     {way}" for way in islice(_ways_out(model, machine, request, run_file, training), _WAYS_OUT)]
     return "\n".join(
         [*lines, *(ways or ["  fix:     a smaller model: no known machine and no smaller step is enough"])]
     )
@@ -233,7 +233,9 @@ def _missing(what: str, missing: int, need: int, margin: float, where: str = "")
     )
 
 
-def _ways_out(model: ModelSpec, machine: MachineSpec, request: Request, run_file: bool) -> Iterator[str]:
+def _ways_out(
+    model: ModelSpec, machine: MachineSpec, request: Request, run_file: bool, training: bool
+) -> Iterator[str]:
     """Changes that were planned and fit, those that cost least first, each as what to paste and what it gives."""
     for kind in _changes(request, machine, run_file):
         for text, changed in kind:
@@ -245,8 +247,10 @@ def _ways_out(model: ModelSpec, machine: MachineSpec, request: Request, run_file
     for other in _larger_machines(machine):
         found = Search(model, other, unlimited).best()
         if found:
-            yield _way(f"--machine {other.name}", found[0], request)
+            yield _way(f"another machine: {other.name}" if training else f"--machine {other.name}", found[0], request)
             break
+    if training:
+        return
     smaller = [spec for spec in map(load_model_spec, known_models()) if spec.parameters < model.parameters]
     for spec in sorted(smaller, key=lambda spec: -spec.parameters):
         found = Search(spec, machine, request).best()

@@ -96,7 +96,7 @@ def test_memory_that_is_short_is_used_up_to_the_margins_and_then_refused() -> No
     least = sizes[bisect_left(sizes, True, key=lambda g: chooses(replace(card, host_memory=g << 30)))]
     state = 14 * 7.62e9 / 2**30  # some of it can be on the card
     assert state - 22 < least < state + 2, "0.6 GiB of the process and no margin"
-    with pytest.raises(UserError, match=r"missing: .* of host memory(?s:.*)fix: +--machine"):
+    with pytest.raises(UserError, match=r"missing: .* of host memory(?s:.*)fix: +another machine: [a-z]"):
         chooser(config(), replace(card, host_memory=60 << 30), "qwen2.5-7b").choose()
 
 
