@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -10,11 +10,14 @@ from typing import NamedTuple
 from megatrain.auto import request_of
 from megatrain.config import RunConfig
 from megatrain.costs import process_bytes
+from megatrain.datasets import Row
 from megatrain.loggers import Checked
 from megatrain.machines import known_machines, load_machine
 from megatrain.model_spec import ModelSpec
 from megatrain.results import MemoryReport
 from megatrain.search import Search
+
+_ENTRY_BYTES, _ROW_BYTES = 1200, 180  # an entry of a tokenizer; a row beside its tokens: measured
 
 # Of the device: what libraries take is measured, and boundaries are allocated with the first step. Of the host: marks
 # come and go in a step.
@@ -44,6 +47,11 @@ def planned_memory(
     choice = search.smallest().choice
     process = search.process_bytes(choice) if device == "cuda" else process_bytes(on_gpu=False)
     return PlannedMemory(dict(search.device_labels(choice)), search.host_bytes(choice), process)
+
+
+def input_bytes(entries: int, rows: Sequence[Row]) -> int:
+    """Host bytes of a tokenizer with so many ``entries``, and of ``rows`` in memory."""
+    return entries * _ENTRY_BYTES + sum(_ROW_BYTES + row.ids.nbytes + row.target.nbytes for row in rows)
 
 
 def mismatches(planned: PlannedMemory, memory: MemoryReport) -> Iterator[str]:

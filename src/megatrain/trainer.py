@@ -19,7 +19,7 @@ import torch
 
 from megatrain import AdamW, Model, machine
 from megatrain._durable import remove_folder
-from megatrain.checked import mismatches, peaks, planned_memory
+from megatrain.checked import input_bytes, mismatches, peaks, planned_memory
 from megatrain.checkpoint import DamagedSave, prune, read_meta, set_aside, step_folder
 from megatrain.config import RunConfig, flat_options, parse_bytes
 from megatrain.costs import process_bytes
@@ -374,18 +374,20 @@ def _check_memory(prepared: Prepared, model: Model, console: Logger) -> int:
     """Say where the planner's bytes are not those that were allocated. Returns what the process is planned to take of
     the host beside them."""
     device = prepared.device
+    # What a process with a GPU is planned to take has room for them.
+    inputs = 0 if device == "cuda" else input_bytes(len(prepared.tokenizer), prepared.data.rows)
     try:
         spec = load_model_spec(str(prepared.folder))
     except UserError as error:  # of a kind that is trained but not planned
         _log.info("memory was not compared with the plan: %s", error)
-        return process_bytes(on_gpu=device == "cuda")
+        return inputs + process_bytes(on_gpu=device == "cuda")
     planned = planned_memory(spec, prepared.config, device, prepared.dtype, prepared.batches.largest)
     wrong = list(mismatches(planned, model.memory))
     if wrong:
         line = f"warning memory is not as planned: {'; '.join(wrong)}"
         console.note(line)
         _log.warning(line)
-    return planned.process
+    return inputs + planned.process
 
 
 @contextmanager

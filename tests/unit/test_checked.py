@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from _fixtures import tiny_config
 from _oracle import random_batches
 
 from megatrain import Model, auto
-from megatrain.checked import PlannedMemory, mismatches, peaks, planned_memory
+from megatrain.checked import PlannedMemory, input_bytes, mismatches, peaks, planned_memory
 from megatrain.config import ComputeConfig, DataConfig, ModelConfig, PlacementConfig, RunConfig
+from megatrain.datasets import Row
 from megatrain.loggers import Checked
 from megatrain.model_spec import load_model_spec
 from megatrain.results import MemoryReport
@@ -101,3 +103,9 @@ def test_peaks() -> None:
     assert host.predicted == 1007
     assert host.measured > 50 << 20
     assert peaks(memory, "cpu", 7)[1].predicted == 1107
+
+
+def test_bytes_of_tokenizer_and_rows() -> None:
+    rows = [Row(np.zeros(n, np.int32), np.zeros(n, np.bool_)) for n in (7, 50)]
+    assert input_bytes(0, rows) - input_bytes(0, []) >= 5 * (7 + 50)
+    assert 40 << 20 <= input_bytes(49152, []) <= 70 << 20  # SmolLM2's took 53 MiB

@@ -1,4 +1,4 @@
-"""Advice to the kernel about host pages."""
+"""Advice about host pages, to the kernel and to the C library."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from megatrain.layout import PAGE, ranges
 
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 _PIECE = 64 << 20
+_M_MMAP_THRESHOLD = -3
+_GIVEN_BACK = 1 << 18
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -36,6 +38,15 @@ def populate(memory: torch.Tensor, near: numa.Node | None) -> None:
     threads = len(os.sched_getaffinity(0) if near is None else near.cores)
     with ThreadPoolExecutor(threads, initializer=settle) as pool:
         list(pool.map(touch, ranges(memory.numel(), _PIECE)))
+
+
+def give_back_freed() -> None:
+    """Have blocks of 256 KiB and more go back to the system when they are freed, in the whole process from now on.
+
+    By itself glibc comes to keep blocks of up to 32 MiB, in one heap a thread, where they lie scattered: after some
+    steps 380 MiB, for steps that use 108 at a time; a limit of 1 MiB still leaves 140. What it costs are page faults.
+    """
+    _libc.mallopt(_M_MMAP_THRESHOLD, _GIVEN_BACK)
 
 
 def _advise(address: int, length: int, advice: int) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from megatrain.devices import LANES, Device, Ticket
 from megatrain.devices._host import HostMemoryDevice
+from megatrain.devices._pages import give_back_freed
 from megatrain.devices._threads import ThreadLanes
 
 
@@ -34,5 +35,6 @@ class CpuDevice(HostMemoryDevice):
 
 
 def open() -> Device:
-    """Start the lanes."""
+    """Start the lanes; what a step frees is the host's again."""
+    give_back_freed()
     return CpuDevice()
