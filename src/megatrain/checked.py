@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megatrain.auto import request_of
 from megatrain.config import RunConfig
-from megatrain.costs import process_bytes
+from megatrain.costs import process_bytes, resident_bytes
 from megatrain.datasets import Row
 from megatrain.loggers import Checked
 from megatrain.machines import known_machines, load_machine
@@ -70,7 +70,7 @@ def peaks(memory: MemoryReport, device: str, process: int) -> tuple[Checked | No
     """
     measured, planned = memory.device_measured, memory.host_bytes + process
     if device == "cpu":
-        planned += memory.device_peak
+        planned += resident_bytes(memory.device_peak)
     on_device = None if measured is None else Checked(memory.device_peak, measured)
     return on_device, Checked(planned, _most_resident())
 

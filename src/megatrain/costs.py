@@ -26,7 +26,7 @@ EAGER_LAUNCH = 500e-6
 LIBRARIES = 600 << 20
 """Device bytes of the driver's context and the libraries' workspaces."""
 
-_CPU_PROCESS, _GPU_PROCESS = 480 << 20, 2 << 30
+_CPU_PROCESS, _GPU_PROCESS = 500 << 20, 2 << 30
 """Host bytes of interpreter and torch (390 to 410 MiB measured); and with tokenizer, rows and a GPU's libraries (0.7 to
 1.9 GiB measured)."""
 
@@ -46,6 +46,12 @@ _ROUTED_PASSES = 6  # over the rows that experts get: gathered and written, read
 _IDLE_TOKENS = 150  # that a product of one micro-batch could have had beside: its last wave leaves processors idle
 _RESOLVE = 0.001  # of a plain update, when nothing was clipped
 _BYTES = {"bfloat16": 2, "float32": 4}
+
+
+def resident_bytes(device_bytes: int) -> int:
+    """Host bytes of a device that is the CPU: what it holds at its peak, and a tenth of that in small blocks that were
+    freed and are kept."""
+    return device_bytes + device_bytes // 10
 
 
 def process_bytes(*, on_gpu: bool) -> int:

@@ -14,7 +14,7 @@ from itertools import accumulate, product
 from typing import Any
 
 from megatrain.choices import Choice, Request, given_parts, micro_batch_counts, unit_bytes
-from megatrain.costs import Costs, Workload, process_bytes
+from megatrain.costs import Costs, Workload, process_bytes, resident_bytes
 from megatrain.engine._rings import blocks_of
 from megatrain.engine.peak import planned_peak
 from megatrain.engine.placement import Mode, check_order, last_units
@@ -313,7 +313,7 @@ class Search:
 
     def host_need(self, choice: Choice) -> int:
         """Host bytes that must fit `host_limit`."""
-        shared = self.peak(choice)[0] if self.machine.unified else self._costs_of(choice).tuning_bytes()
+        shared = resident_bytes(self.peak(choice)[0]) if self.machine.unified else self._costs_of(choice).tuning_bytes()
         return sum(self.host_bytes(choice).values()) + shared
 
     def _make_costs(self, micro_batches: int, major: bool) -> Costs:

@@ -204,7 +204,7 @@ def test_a_resumed_run_is_planned_again_where_its_choice_does_not_fit(
     words = ["train.batch_size=24"]
     _, large = train(folder, *words, "train.max_steps=2", "checkpoint.every=1")
     here = machine.probe()
-    monkeypatch.setattr(machine, "probe", lambda: replace(here, memory_free=620 << 20))
+    monkeypatch.setattr(machine, "probe", lambda: replace(here, memory_free=520 << 20))
     output, small = train(folder, *words, "train.max_steps=3", "checkpoint.resume=auto")
     assert small != large
     assert "compute.activations keep -> " in output
@@ -217,7 +217,7 @@ def test_what_stays_on_a_device_that_is_too_small_is_planned_again(
     """A resumed run's choice was made elsewhere; of a choice by hand the options to change are named."""
     here = machine.probe()
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(machine, "probe", lambda: replace(here, memory_free=620 << 20))
+        elsewhere.setattr(machine, "probe", lambda: replace(here, memory_free=520 << 20))
         _, chosen = train(folder, "train.batch_size=24", "train.max_steps=2", "checkpoint.every=1")
     really_open = trainer.open_model
 
@@ -252,7 +252,7 @@ def test_a_step_beyond_what_is_free_is_planned_again_without_a_budget(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = machine.probe()
-    monkeypatch.setattr(machine, "probe", lambda: replace(here, memory_free=630 << 20))
+    monkeypatch.setattr(machine, "probe", lambda: replace(here, memory_free=530 << 20))
     monkeypatch.setattr(costs, "EAGER_KEPT", 0.1)
     monkeypatch.setattr(costs, "_EAGER_LOSS_HELD", 1)
     train(folder, "train.batch_size=24")
