@@ -13,14 +13,13 @@ from megatrain import machine
 from megatrain.checks import readable_bytes
 from megatrain.choices import Request
 from megatrain.config import parse_bytes
-from megatrain.errors import UserError
-from megatrain.machines import MachineSpec, load_machine, this_machine
+from megatrain.machines import MachineSpec, load_machine, measured_file, this_machine
 from megatrain.model_spec import ModelSpec, spec_data, spec_from_data
 from megatrain.planner import settings
 from megatrain.rates import measure_and_keep
 from megatrain.search import Candidate, Search
 
-_OPTIONS = {  # of a run, by what `Model` calls them
+OPTIONS = {
     "slots": "placement.slots",
     "weights_on_device": "placement.weights",
     "states_on_device": "placement.states",
@@ -29,7 +28,9 @@ _OPTIONS = {  # of a run, by what `Model` calls them
     "boundary_every": "compute.boundary_every",
     "order": "compute.order",
 }
-_DEFAULTS = {
+"""Options of a run by what `Model` calls them."""
+
+DEFAULTS = {
     "slots": 2,
     "weights_on_device": None,
     "states_on_device": None,
@@ -68,14 +69,11 @@ def machine_spec(args: argparse.Namespace) -> MachineSpec:
         found = load_machine(args.machine)
     else:
         probed = machine.probe()
-        try:
-            found = this_machine(probed)
-            assert "rates measured" in found.name
-        except (UserError, AssertionError):
-            device = "cuda" if probed.gpus else "cpu"
+        device = "cuda" if probed.gpus else "cpu"
+        if not measured_file(probed, cpu=device == "cpu").is_file():
             for subject, text, _ in measure_and_keep(probed, device, None, lambda what: None):
                 print(f"  {subject:9} {text}", flush=True)
-            found = this_machine(probed)
+        found = this_machine(probed)
     given = parse_bytes("--host-memory", args.host_memory)
     return found if given is None else replace(found, host_memory=given)
 
@@ -86,8 +84,11 @@ def planned(
     """The row with what the planner says of it; ``options`` are those of the command line, or with ``--auto`` those
     that it leaves alone."""
     rows = tokens // args.seq_len
-    asked = dict(options) if args.auto else _DEFAULTS | dict(options)
-    fixed = {ours: asked[name] for name, ours in _OPTIONS.items() if name in asked}
+    if rows * args.seq_len != tokens or rows % args.micro_batches:
+        raise SystemExit(f"--tokens {tokens}: not a whole number of rows in each of {args.micro_batches} micro-batches")
+    compute = options.get("compute_dtype") or ("float32" if where.unified else "bfloat16")
+    asked = dict(options) if args.auto else DEFAULTS | dict(options)
+    fixed = {ours: asked[name] for name, ours in OPTIONS.items() if name in asked}
     if not args.auto or args.micro_batches > 1:
         fixed[_MICRO] = rows // args.micro_batches
     request = Request(
@@ -97,6 +98,8 @@ def planned(
         speculated=options.get("speculated", "100%"),
         passing_gradients=options.get("host_gradients") == "passing",
         selective=model.fused_attention,
+        compute_dtype=compute,
+        gradient_dtype=options.get("gradient_dtype"),
         device_memory=parse_bytes("device_memory", options.get("device_memory")),
         compiled=options.get("compile", not where.unified),
         fixed=fixed,
@@ -107,13 +110,13 @@ def planned(
     chosen = settings(search, candidate)
     micro = rows // chosen[_MICRO]
     print(f"  planned for {where.name}: {'' if found else 'does not fit; '}{_text(chosen, candidate)}", flush=True)
-    given = {name: chosen[ours] for name, ours in _OPTIONS.items() if chosen[ours] != _DEFAULTS[name]}
+    given = {name: chosen[ours] for name, ours in OPTIONS.items() if chosen[ours] != DEFAULTS[name]}
     figures = {
         "rates": where.name,
         "auto": args.auto,
         "predicted_seconds": candidate.timeline.seconds,
         "predicted_device_gib": sum(candidate.device_bytes.values()) / 2**30,
-        "predicted_host_gib": (sum(candidate.host_bytes.values()) + search.process_bytes(candidate.choice)) / 2**30,
+        "predicted_process_gib": (sum(candidate.host_bytes.values()) + search.process_bytes(candidate.choice)) / 2**30,
     }
     return Planned(options={**options, **given}, micro_batches=micro, figures=figures)
 

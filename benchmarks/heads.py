@@ -41,6 +41,7 @@ class Frozen(Optimizer):
 
     @property
     def base_lr(self) -> float:
+        """Of no consequence."""
         return 0.0
 
 
@@ -61,18 +62,22 @@ def main() -> None:
     args = arguments(__doc__)
     options = {"clipping": "deferred", "states_on_device": None, **parse_options(args.option)}
     options |= {"host_gradients": "passing", "compute_dtype": "bfloat16"}
+    if options["states_on_device"]:
+        raise SystemExit("--option states_on_device: there is no state here; weights_on_device keeps weights there")
     args.max_grad_norm = None
     spec, where = model_spec(args), machine_spec(args)
     where = replace(where, adamw_rate=1e18, host_memory=1 << 50)
     model, placed = None, None
     for tokens in args.tokens:
         plan = planned(args, spec, where, tokens, options)
-        plan.figures["predicted_host_gib"] -= saved_bytes(spec) / 2**30
+        plan.figures["predicted_process_gib"] -= saved_bytes(spec) / 2**30
         if model is None:
             model, placed = built(args, spec, plan.options), plan.options
         elif placed != plan.options:
             raise SystemExit(f"{tokens} tokens: another placement is planned; give it a process of its own")
         write(one_row(model, args, tokens, plan, spec.active_parameters, None), args.out, args.commit)
+    if model is not None:
+        model.close()
 
 
 def arena_bytes(spec: ModelSpec) -> dict[int, int]:

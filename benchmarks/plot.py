@@ -1,10 +1,11 @@
 """Picture and table of the measured rows: tokens a step against 6N TFLOP/s, one line a system.
 
-    python benchmarks/plot.py benchmarks/results/*.jsonl --shape 7b --svg docs/pictures/speed-7b.svg
+    cd benchmarks/results
+    python ../plot.py h200-7b-2026-11-30.jsonl h200-256gb-7b-2026-11-30.jsonl --svg ../../docs/pictures/speed-7b.svg
 
-The table goes to standard output, as Markdown. Of a configuration measured twice the later row counts; of a system with
-several settings the fastest at each number of tokens; what the planner chose is a best placement. Rows with fewer
-layers than the shape has are left out.
+The table goes to standard output, as Markdown. Of a configuration measured twice the later row counts, files in the
+order they are given in; of a system with several settings the fastest at each number of tokens; what the planner chose
+is a best placement. Rows with fewer layers than the shape has are left out.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def lines_of(rows: Sequence[Row]) -> Lines:
     for row in deepest:
         name = line_name(row)
         if name is not None:
-            settings = json.dumps([row["options"], row["max_grad_norm"]], sort_keys=True)
+            settings = json.dumps([row["options"], row["max_grad_norm"], row.get("clip_every")], sort_keys=True)
             latest[name + (f", {row['cores']} cores" if several else ""), row["tokens"], settings] = row
     best: dict[tuple[str, int], Row] = {}
     for (name, tokens, _), row in latest.items():

@@ -46,6 +46,11 @@ def fixed_options(config: RunConfig) -> dict[str, Any]:
     return {name: value for name, value in flat_options(config).items() if name in OPTIONS and value != "auto"}
 
 
+def compiles(config: RunConfig, device: str) -> bool:
+    """Whether layers are compiled on ``device`` (``cpu``, ``cuda``)."""
+    return device == "cuda" if config.compute.compile is None else config.compute.compile
+
+
 def request_of(config: RunConfig, *, rows: int, seq_len: int, **step: Any) -> Request:
     """What a run asks of the planner for steps of ``rows`` x ``seq_len``; ``step``: what its config leaves open. Raises
     `UserError` for options that contradict each other."""

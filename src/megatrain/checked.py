@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from megatrain.auto import request_of
+from megatrain.auto import compiles, request_of
 from megatrain.config import RunConfig
 from megatrain.costs import process_bytes, resident_bytes
 from megatrain.datasets import Row
@@ -41,7 +41,13 @@ def planned_memory(
     """
     rows, tokens, micro_batches = largest
     config = replace(config, train=replace(config.train, micro_batch_size=rows))
-    request = request_of(config, rows=rows * micro_batches, seq_len=tokens, compute_dtype=dtype)
+    request = request_of(
+        config,
+        rows=rows * micro_batches,
+        seq_len=tokens,
+        compute_dtype=dtype,
+        compiled=compiles(config, device),
+    )
     # Bytes that stay are the same on every machine, and in every mode but for marks.
     search = Search(spec, load_machine(known_machines()[0]), request)
     choice = search.smallest().choice

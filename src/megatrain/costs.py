@@ -27,7 +27,7 @@ LIBRARIES = 600 << 20
 """Device bytes of the driver's context and the libraries' workspaces."""
 
 _CPU_PROCESS, _GPU_PROCESS = 500 << 20, 2 << 30
-"""Host bytes of interpreter and torch (390 to 410 MiB measured); and with tokenizer, rows and a GPU's libraries (0.7 to
+"""Host bytes of interpreter and torch (400 to 480 MiB measured); and with tokenizer, rows and a GPU's libraries (0.7 to
 1.9 GiB measured)."""
 
 EAGER_KEPT = 1.7
@@ -257,11 +257,12 @@ class Costs:
 
     def tuning_bytes(self) -> int:
         """Host bytes that are pinned for a while as the compiler times its kernels for a GPU: where one changes an
-        activation in place, a copy of that, of which PyTorch's allocator makes a power of two."""
+        activation in place, a copy of that, of which PyTorch's allocator makes a power of two. Of experts those are
+        taken to be all rows that go in and come out."""
         if self.machine.unified or not self.workload.compiled:
             return 0
-        elements = max(max(self.model.intermediate, self.model.routed_elements(unit)) for unit in self.model.units)
-        return 1 << (self.workload.micro_tokens * elements * self.workload.compute_bytes).bit_length()
+        elements = max(max(self.model.intermediate, 2 * self.model.routed_elements(unit)) for unit in self.model.units)
+        return 1 << (self.workload.micro_tokens * elements * self.workload.compute_bytes - 1).bit_length()
 
     def loss_chunk(self) -> int:
         """Tokens whose logits exist at a time."""

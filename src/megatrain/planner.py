@@ -129,7 +129,7 @@ def _plan(search: Search, found: list[Candidate]) -> Plan:
             "exported model (bfloat16)": model.parameters * _EXPORT_BYTES,
         },
         device_limit=search.device_limit,
-        host_limit=search.host_limit,
+        host_limit=search.host_room(best.choice),
         process_bytes=search.process_bytes(best.choice),
         peak_at=best.peak_at,
         seconds=timeline.seconds,

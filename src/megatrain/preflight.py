@@ -14,6 +14,7 @@ from typing import Any
 
 from megatrain import auto, machine
 from megatrain._durable import space_for
+from megatrain.checked import input_bytes
 from megatrain.checkpoint import latest_complete, read_meta
 from megatrain.choices import Request, micro_batch_counts
 from megatrain.config import RunConfig, parse_bytes
@@ -117,6 +118,8 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     data = load_dataset(config.data, tokenizer, vocab_size=text.vocab_size, positions=positions, progress=progress)
     progress("planning", 0, 0)
     left = limit - process_bytes(on_gpu=device == "cuda") - on_host
+    if device == "cpu":  # beside a GPU what a process is planned to take has room for them
+        left -= input_bytes(len(tokenizer), data.rows)
     chooser, choice = _choose(asked, config, folder, data, device, dtype, left, progress)
     config = choice.config
     batches = _batches(config, tokenizer, data)
@@ -189,7 +192,7 @@ def _choose(
         why = f"plan    not for {known}, so {instead}: {str(error).splitlines()[0]}"
         return None, auto.Choice(config=saved or auto.with_options(config, auto.OPTIONS), lines=(why,))
     if where.unified:
-        where = replace(where, gpu_memory=host_left)
+        where = replace(where, gpu_memory=host_left * 10 // 11)  # `resident_bytes` of it are what is left
     request = _request(config, data, device, dtype, probed)
     chooser = auto.Chooser(config=config, model=spec, machine=where, request=request, saved=saved)
     return chooser, chooser.choose()
@@ -219,7 +222,7 @@ def _request(config: RunConfig, data: Dataset, device: str, dtype: str, probed: 
         seq_len=max(lengths),
         clipping=_clipping(config),
         compute_dtype=dtype,
-        compiled=device == "cuda" if config.compute.compile is None else config.compute.compile,
+        compiled=auto.compiles(config, device),
         loss_memory=budget or (probed.gpus[0].memory if device == "cuda" and probed.gpus else TOTAL_MEMORY),
         mean_tokens={size: mean_padded_tokens(lengths, rows, size) for size in sizes},
     )

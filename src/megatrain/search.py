@@ -307,6 +307,10 @@ class Search:
         peak, where = self.peak(choice)
         return Candidate(choice, self.timeline(choice), self._labels(choice, peak), self.host_bytes(choice), where)
 
+    def host_room(self, choice: Choice) -> int:
+        """What `host_bytes` may come to; a device that is the CPU has its share of it."""
+        return self.host_limit - self._costs_of(choice).tuning_bytes()
+
     def process_bytes(self, choice: Choice) -> int:
         """Host bytes that the process takes at its peak beside those of `host_bytes`."""
         return self._process + self._costs_of(choice).tuning_bytes()

@@ -134,6 +134,38 @@ def test_a_rival_that_cannot_be_set_up_fails_in_every_row(tmp_path: Path) -> Non
     assert setups == 1
 
 
+@pytest.mark.slow
+def test_steps_chooses_predicts_and_measures(tmp_path: Path) -> None:
+    planned = ["--auto", "--machine", "h200-128gb", "--max-grad-norm", "none"]
+    rows = stepped(tmp_path, "steps.py", "--tokens", "256", "512", *planned)
+    assert [row["tokens"] for row in rows] == [256, 512]
+    for row in rows:
+        assert row["auto"]
+        assert row["max_grad_norm"] is None
+        assert row["predicted_seconds"] > 0
+        assert row["predicted_process_gib"] > row["host_gib"]
+        assert row["bound_seconds"] > 0
+
+
+@pytest.mark.slow
+def test_heads_takes_two_bytes_a_parameter(tmp_path: Path) -> None:
+    kept = ["--option", "weights_on_device=1MiB", "--machine", "h200-128gb", "--no-bound"]
+    (row,) = stepped(tmp_path, "heads.py", "--tokens", "256", *kept)
+    assert row["options"]["host_gradients"] == "passing"
+    (whole,) = stepped(tmp_path, "steps.py", "--tokens", "256", *kept, "--option", "host_gradients=passing")
+    saved = whole["predicted_process_gib"] - row["predicted_process_gib"]
+    assert saved > 0.5 * 10 * row["all_parameters"] / 2**30
+
+
+def stepped(folder: Path, script: str, *words: str) -> list[dict[str, Any]]:
+    """Rows of the tiny shape."""
+    out = folder / f"{script}.jsonl"
+    command = [sys.executable, str(BENCHMARKS / script), "--shape", "tiny", "--seq-len", "128", "--warm", "1"]
+    command += ["--steps", "1", "--max-grad-norm", "none", "--option", "clipping=deferred", *words, "--out", str(out)]
+    subprocess.run(command, cwd=folder, check=True, timeout=250)
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
 def test_the_rivals_find_what_they_share_with_megatrain() -> None:
     """Layers and loss are MegaTrain's own; DeepSpeed itself is not installed here."""
     program = f"import sys; sys.path.insert(0, {str(BENCHMARKS / 'rivals')!r}); import fsdp2_offload, _shared_model"
