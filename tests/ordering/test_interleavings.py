@@ -122,9 +122,7 @@ class Recorder(WaitTracker):
 QUICK = {
     "tied, two slots",
     "one weight and two states resident, bf16",
-    "speculative, tied, resident, bf16",
     "passing gradients",
-    "kept, bf16",
     "micro-batch-major",
 }
 

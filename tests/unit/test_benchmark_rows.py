@@ -166,6 +166,7 @@ def stepped(folder: Path, script: str, *words: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_rivals_find_what_they_share_with_megatrain() -> None:
     """Layers and loss are MegaTrain's own; DeepSpeed itself is not installed here."""
     program = f"import sys; sys.path.insert(0, {str(BENCHMARKS / 'rivals')!r}); import fsdp2_offload, _shared_model"

@@ -348,6 +348,7 @@ def test_a_refusal_names_the_bytes_and_ways_out(name: str, where: str, request_:
         assert fix.startswith(way), str(error.value)
 
 
+@pytest.mark.slow
 def test_without_clipping_120_billion_parameters_fit_where_they_do_not_with_it() -> None:
     request = Request(rows=128, seq_len=1024)
     with pytest.raises(UserError, match=r"fix: +--gradients passing +[\d.]+ s"):
