@@ -55,8 +55,11 @@ def planned_memory(
     return PlannedMemory(dict(search.device_labels(choice)), search.host_bytes(choice), process)
 
 
-def input_bytes(entries: int, rows: Sequence[Row]) -> int:
-    """Host bytes of a tokenizer with so many ``entries``, and of ``rows`` in memory."""
+def input_bytes(device: str, entries: int, rows: Sequence[Row]) -> int:
+    """Host bytes of a tokenizer with so many ``entries`` and of ``rows`` in memory, beside `process_bytes`; those of a
+    process with a GPU (``device`` ``cuda``) have room for them."""
+    if device == "cuda":
+        return 0
     return entries * _ENTRY_BYTES + sum(_ROW_BYTES + row.ids.nbytes + row.target.nbytes for row in rows)
 
 

@@ -117,9 +117,7 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     positions = getattr(text, "max_position_embeddings", None)
     data = load_dataset(config.data, tokenizer, vocab_size=text.vocab_size, positions=positions, progress=progress)
     progress("planning", 0, 0)
-    left = limit - process_bytes(on_gpu=device == "cuda") - on_host
-    if device == "cpu":  # beside a GPU what a process is planned to take has room for them
-        left -= input_bytes(len(tokenizer), data.rows)
+    left = limit - process_bytes(on_gpu=device == "cuda") - input_bytes(device, len(tokenizer), data.rows) - on_host
     chooser, choice = _choose(asked, config, folder, data, device, dtype, left, progress)
     config = choice.config
     batches = _batches(config, tokenizer, data)

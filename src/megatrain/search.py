@@ -308,7 +308,7 @@ class Search:
         return Candidate(choice, self.timeline(choice), self._labels(choice, peak), self.host_bytes(choice), where)
 
     def host_room(self, choice: Choice) -> int:
-        """What `host_bytes` may come to; a device that is the CPU has its share of it."""
+        """What of `host_limit` is left for `host_bytes`, and for the device where that is the CPU."""
         return self.host_limit - self._costs_of(choice).tuning_bytes()
 
     def process_bytes(self, choice: Choice) -> int:
@@ -317,8 +317,8 @@ class Search:
 
     def host_need(self, choice: Choice) -> int:
         """Host bytes that must fit `host_limit`."""
-        shared = resident_bytes(self.peak(choice)[0]) if self.machine.unified else self._costs_of(choice).tuning_bytes()
-        return sum(self.host_bytes(choice).values()) + shared
+        shared = resident_bytes(self.peak(choice)[0]) if self.machine.unified else 0
+        return sum(self.host_bytes(choice).values()) + self._costs_of(choice).tuning_bytes() + shared
 
     def _make_costs(self, micro_batches: int, major: bool) -> Costs:
         """Costs of the step in so many micro-batches, or of one of them where each passes through the whole model."""

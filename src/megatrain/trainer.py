@@ -374,8 +374,7 @@ def _check_memory(prepared: Prepared, model: Model, console: Logger) -> int:
     """Say where the planner's bytes are not those that were allocated. Returns what the process is planned to take of
     the host beside them."""
     device = prepared.device
-    # What a process with a GPU is planned to take has room for them.
-    inputs = 0 if device == "cuda" else input_bytes(len(prepared.tokenizer), prepared.data.rows)
+    inputs = input_bytes(device, len(prepared.tokenizer), prepared.data.rows)
     try:
         spec = load_model_spec(str(prepared.folder))
     except UserError as error:  # of a kind that is trained but not planned

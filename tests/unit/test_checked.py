@@ -107,5 +107,6 @@ def test_peaks() -> None:
 
 def test_bytes_of_tokenizer_and_rows() -> None:
     rows = [Row(np.zeros(n, np.int32), np.zeros(n, np.bool_)) for n in (7, 50)]
-    assert 5 * (7 + 50) <= input_bytes(0, rows) - input_bytes(0, []) <= 5 * (7 + 50) + 2 * 500
-    assert 40 << 20 <= input_bytes(49152, []) <= 70 << 20  # SmolLM2's took 53 MiB
+    assert 5 * (7 + 50) <= input_bytes("cpu", 0, rows) - input_bytes("cpu", 0, []) <= 5 * (7 + 50) + 2 * 500
+    assert 40 << 20 <= input_bytes("cpu", 49152, []) <= 70 << 20  # SmolLM2's took 53 MiB
+    assert input_bytes("cuda", 49152, rows) == 0, "what a GPU's process takes has room for them"
