@@ -25,6 +25,7 @@ from _shapes import random_batch, random_model, shape_config, shapes
 
 from megatrain import AdamW, Model
 from megatrain.checked import peaks
+from megatrain.engine.program import Op
 from megatrain.engine.stalls import breakdown
 
 
@@ -46,6 +47,11 @@ def arguments(description: str) -> argparse.Namespace:
         help="start every exp_avg_sq here, as a run under way has it; at zero, speculation waits for the norm anyway",
     )
     parser.add_argument("--clip-every", type=int, help="then time the first row again with every n-th step clipped")
+    parser.add_argument(
+        "--serial-optimizer",
+        action="store_true",
+        help="neither forward nor backward runs beside an update: what overlapping them is worth",
+    )
     parser.add_argument("--no-bound", action="store_true")
     parser.add_argument(
         "--breakdown",
@@ -137,6 +143,7 @@ def one_row(
         "options": plan.options,
         "max_grad_norm": args.max_grad_norm,
         "clip_every": clip_every,
+        "serial_optimizer": args.serial_optimizer,
         **plan.figures,
     }
     if not args.no_bound:
@@ -146,6 +153,23 @@ def one_row(
     if args.breakdown:
         row["breakdown"] = lane_shares(model, steps[-1:] * 2)
     return row
+
+
+def serialize_optimizer(model: Model) -> None:
+    """Let updates and arithmetic take turns, in the order of the program."""
+    builder = model._engine._builder
+    training_step = builder.training_step
+
+    def in_turns(micro_batches: int, *, speculative: bool = False) -> list[Op]:
+        ops = training_step(micro_batches, speculative=speculative)
+        for op in ops:
+            if op.lane == "optimizer":
+                op.writes = (*op.writes, ("turn",))
+            elif op.lane == "compute" and op.micro >= 0:
+                op.reads = (*op.reads, ("turn",))
+        return ops
+
+    builder.training_step = in_turns  # type: ignore[method-assign]
 
 
 def _used_gib() -> float | None:
@@ -163,6 +187,8 @@ def built(args: argparse.Namespace, options: dict[str, Any]) -> Model:
     model = random_model(config, optimizer=AdamW(lr=1e-5), max_grad_norm=args.max_grad_norm, **options)
     seconds = time.perf_counter() - started
     print(f"{args.shape}: {model.num_parameters / 1e9:.3f}e9 parameters, built in {seconds:.1f} s", flush=True)
+    if args.serial_optimizer:
+        serialize_optimizer(model)
     if args.second_moment is not None:
         for name in model.store.parameter_names:
             model.store.moment(name, "exp_avg_sq").fill_(args.second_moment)
