@@ -26,8 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from _rows import parse_options, speed, write
 from _shapes import random_batch, shape_config, shapes
 
-Step = Callable[[dict[str, torch.Tensor]], tuple[Any, Any]]
-"""A whole training step on one batch; returns the loss and the norm of the gradients before clipping."""
+Step = Callable[[list[dict[str, torch.Tensor]]], tuple[Any, Any]]
+"""A whole training step on micro-batches of equally many targets; returns the last one's loss and the norm of the
+gradients before clipping."""
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MAX_GRAD_NORM = 1.0
@@ -67,7 +68,7 @@ def run(system: str, versions: dict[str, str], build: Build, doc: str) -> None:
         "layers": shape_config(args.shape, args.layers).num_hidden_layers,
         "max_grad_norm": MAX_GRAD_NORM,
     }
-    cases = [(mode, tokens) for mode in args.modes for tokens in args.tokens]
+    cases = [(mode, tokens, micro_batches) for mode in args.modes for tokens, micro_batches in args.tokens]
     context = multiprocessing.get_context("spawn")
     while cases:
         receiver, sender = context.Pipe(duplex=False)
@@ -91,8 +92,9 @@ def run(system: str, versions: dict[str, str], build: Build, doc: str) -> None:
             )
             # What fails before the first row would fail for every row.
             failed, cases = (cases[:1], cases[1:]) if ready else (cases, [])
-            for mode, tokens in failed:
-                row = {"tokens": tokens, "options": _row_options(args, mode), "error": error}
+            for mode, tokens, micro_batches in failed:
+                asked = {"tokens": tokens, "micro_batches": micro_batches, "options": _row_options(args, mode)}
+                row = asked | {"error": error}
                 write(common | row, args.out, args.commit)
 
 
@@ -100,7 +102,13 @@ def _arguments(doc: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=shapes(), default="7b")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 65536, 131072], help="tokens per step")
+    parser.add_argument(
+        "--tokens",
+        type=_step_tokens,
+        nargs="+",
+        default=[(16384, 1), (65536, 1), (131072, 1)],
+        help="tokens per step; 65536/4: in four micro-batches",
+    )
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=3, help="timed steps, after two that are not")
     parser.add_argument("--modes", choices=["eager", "compiled"], nargs="+", default=["eager", "compiled"])
@@ -108,6 +116,12 @@ def _arguments(doc: str) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="append one JSON line a row")
     parser.add_argument("--commit", help="where git cannot tell")
     return parser.parse_args()
+
+
+def _step_tokens(text: str) -> tuple[int, int]:
+    """Tokens of a step, and micro-batches that share them."""
+    tokens, _, micro_batches = text.partition("/")
+    return int(tokens), int(micro_batches or 1)
 
 
 def _row_options(args: argparse.Namespace, mode: str) -> dict[str, Any]:
@@ -118,7 +132,7 @@ def _measure(
     build: Build,
     args: argparse.Namespace,
     common: dict[str, Any],
-    cases: list[tuple[str, int]],
+    cases: list[tuple[str, int, int]],
     sender: Connection,
 ) -> None:
     try:
@@ -132,12 +146,13 @@ def _measure(
         )
         sender.send(("ready", None))
         compiled = False
-        for mode, tokens in cases:
-            print(f"{mode}, {tokens} tokens a step", flush=True)
+        for mode, tokens, micro_batches in cases:
+            print(f"{mode}, {tokens} tokens a step, {micro_batches} micro-batches", flush=True)
             if mode == "compiled" and not compiled:
                 rival.compile_layers()
                 compiled = True
-            row = speed(rival.parameters, tokens, _time_steps(rival.step, config.vocab_size, tokens, args))
+            seconds = _time_steps(rival.step, config.vocab_size, tokens, micro_batches, args)
+            row = speed(rival.parameters, tokens, seconds) | {"micro_batches": micro_batches}
             if DEVICE.type == "cuda":
                 row["device_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
             row |= {"host_gib": _resident_gib(), "options": _row_options(args, mode)}
@@ -148,10 +163,13 @@ def _measure(
         raise
 
 
-def _time_steps(step: Step, vocab: int, tokens: int, args: argparse.Namespace) -> list[float]:
+def _time_steps(step: Step, vocab: int, tokens: int, micro_batches: int, args: argparse.Namespace) -> list[float]:
     """Seconds of the timed steps, each from the end of the step before to its own end."""
-    rows, count = tokens // args.seq_len, _WARM_UP + args.steps
-    batches = [random_batch(vocab, rows, args.seq_len, 100 * index) for index in range(count)]
+    rows = tokens // args.seq_len // micro_batches
+    batches = [
+        [random_batch(vocab, rows, args.seq_len, 100 * index + micro) for micro in range(micro_batches)]
+        for index in range(_WARM_UP + args.steps)
+    ]
     seconds: list[float] = []
     if DEVICE.type == "cuda":
         torch.cuda.empty_cache()
@@ -159,7 +177,7 @@ def _time_steps(step: Step, vocab: int, tokens: int, args: argparse.Namespace) -
     with sdpa_kernel(_ATTENTION, set_priority=True):
         last = time.perf_counter()
         for batch in batches:
-            loss, norm = step({name: tensor.to(DEVICE, non_blocking=True) for name, tensor in batch.items()})
+            loss, norm = step([{name: t.to(DEVICE, non_blocking=True) for name, t in micro.items()} for micro in batch])
             loss, norm = float(loss.detach()), float(norm)
             if DEVICE.type == "cuda":
                 torch.cuda.synchronize()

@@ -68,10 +68,12 @@ def build(config: PreTrainedConfig, options: dict[str, Any]) -> Rival:
     set_z3_leaf_modules(model, [type(model.model.layers[0])])
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=final)
 
-    def step(batch: dict[str, torch.Tensor]) -> tuple[Any, Any]:
-        loss = engine(**batch)
-        engine.backward(loss)
-        engine.step()
+    def step(batches: list[dict[str, torch.Tensor]]) -> tuple[Any, Any]:
+        for left, batch in reversed(list(enumerate(reversed(batches)))):
+            engine.set_gradient_accumulation_boundary(left == 0)
+            loss = engine(**batch)
+            engine.backward(loss / len(batches))
+            engine.step()
         return loss, engine.get_global_grad_norm()
 
     parameters = sum(parameter.ds_numel for parameter in model.parameters())

@@ -41,9 +41,10 @@ def build(config: PreTrainedConfig, options: dict[str, Any]) -> Rival:
         fill(name, parameter.to_local())
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
 
-    def step(batch: dict[str, torch.Tensor]) -> tuple[Any, Any]:
-        loss = model(**batch)
-        loss.backward()
+    def step(batches: list[dict[str, torch.Tensor]]) -> tuple[Any, Any]:
+        for batch in batches:
+            loss = model(**batch)
+            (loss / len(batches)).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         optimizer.step()
         optimizer.zero_grad()
