@@ -68,7 +68,11 @@ def lines_of(rows: Sequence[Row]) -> Lines:
 def line_name(row: Row) -> str | None:
     """The line that a row belongs to; ``None`` for settings of ours that no line compares."""
     system, options = row.get("system", "MegaTrain"), row["options"]
-    changed = options.keys() - {"clipping", "speculated", "compiled"}
+    changed = {name for name, value in options.items() if value is not None} - {"clipping", "speculated", "compiled"}
+    if row.get("serial_optimizer") or "device_memory" in changed:
+        return None
+    if changed == {"activations"}:
+        return f"{system}, all on the host, activations kept"
     if row.get("auto") or (changed and changed <= PLACED):
         return f"{system}, best placement"
     if system != "MegaTrain":

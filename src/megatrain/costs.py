@@ -31,8 +31,8 @@ _CPU_PROCESS, _GPU_PROCESS = 500 << 20, 2 << 30
 1.9 GiB measured)."""
 
 EAGER_KEPT = 1.7
-"""What autograd saves of a layer that is not compiled, as a multiple of `ModelSpec.kept_elements`: 1.25 to 1.65 over
-Llama, Qwen and Phi layers in both dtypes, measured on the CPU."""
+"""What autograd saves of a layer that is not compiled, as a multiple of what a compiled one keeps and queries and keys
+before rotation: 1.25 to 1.65 over Llama, Qwen and Phi layers in both dtypes, measured on the CPU."""
 
 _LOSS_ENTRY_BYTES = 12  # of device memory traffic per logit: compiled cross-entropy, both ways
 _LOSS_ENTRY_HELD = 6  # bytes per logit of a chunk at its peak
@@ -225,10 +225,22 @@ class Costs:
         """Of a token's part in one layer's graph, besides its input."""
         if mode == "selective":
             return self.model.selective_bytes(self.workload.compute_bytes)
-        kept = self.model.kept_elements * (1 if self.workload.compiled else EAGER_KEPT)
-        if not self.workload.fused_attention:
-            kept += _PAIRS_KEPT * self.model.heads * self.workload.seq_len
-        return int(kept) * self.workload.compute_bytes if mode == "keep" else 0
+        if mode == "recompute":
+            return 0
+        model = self.model
+        return self._held_bytes(model.kept_elements) if self.workload.compiled else self._all_held_bytes
+
+    @property
+    def _all_held_bytes(self) -> int:
+        """Of a token's part in a layer where nothing is left out that a backward could compute again."""
+        model = self.model
+        elements = model.kept_elements + (0 if model.has_query_norm else model.rotated_elements)
+        return self._held_bytes(elements * (1 if self.workload.compiled else EAGER_KEPT))
+
+    def _held_bytes(self, elements: float) -> int:
+        pairs = 0 if self.workload.fused_attention else _PAIRS_KEPT * self.model.heads * self.workload.seq_len
+        scalars = 4 * (self.model.heads + 2)  # in FP32: logarithms of attention's sums, what both norms multiply by
+        return int(elements + pairs) * self.workload.compute_bytes + scalars
 
     def workspace(self, op: Op, mode: Mode) -> int:
         """Device bytes that an operation takes while it runs; ``mode``: what its unit keeps for its backward."""
@@ -251,7 +263,7 @@ class Costs:
         passing = (model.intermediate if work.compiled else 2 * model.intermediate) + model.width + routed
         if mode == "keep":
             return token * passing + gradients
-        again = work.micro_tokens * self._graph_bytes("keep")
+        again = work.micro_tokens * self._all_held_bytes
         most = passing + (_TOGETHER * model.intermediate if work.compiled else 0)
         return max(again + token * most, token * (passing + model.width) + gradients)
 

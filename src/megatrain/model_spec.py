@@ -113,14 +113,25 @@ class ModelSpec:
 
     @property
     def kept_elements(self) -> int:
-        """Per token, what autograd saves of one layer besides its input, in elements of the compute dtype.
+        """Per token, what a compiled layer keeps for its backward besides its input, in elements of the compute dtype.
 
-        Gate, up and their product; queries, keys and values before and after rotation; the attention's output; both
-        norms' outputs; the hidden state between the halves; with experts, each one's input and output.
+        Gate, up and their product; rotated queries and keys, values, the attention's output; both norms' outputs; the
+        hidden state between the halves; with experts, each one's input and output; queries and keys before their own
+        norm, where they have one.
         """
-        queries, keys = self.heads * self.head_dim, self.key_value_heads * self.head_dim
         routed = 2 * self.experts_per_token * self.width
-        return 3 * self.intermediate + 3 * queries + 3 * keys + 3 * self.width + routed
+        normed = self.rotated_elements if self.has_query_norm else 0
+        return 3 * self.intermediate + 2 * self.rotated_elements + 3 * self.width + routed + normed
+
+    @property
+    def rotated_elements(self) -> int:
+        """Per token, queries and keys of a layer."""
+        return (self.heads + self.key_value_heads) * self.head_dim
+
+    @property
+    def has_query_norm(self) -> bool:
+        """Whether queries and keys pass through a norm of their own before rotation."""
+        return any("q_norm" in p.local for p in self.units[1].layout.parameters)
 
 
 def _of_experts(parameter: Parameter) -> bool:

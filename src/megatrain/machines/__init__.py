@@ -65,7 +65,7 @@ class MachineSpec:
 
 
 _FIGURES = [f.name for f in fields(MachineSpec) if f.name not in ("name", "gpu", "match", "sources", "unified")]
-_FORM = 2  # of a measured file
+_FORM = 3  # of a measured file
 _CPU_NAME = "this machine's CPU"
 _WHOLE = ("gpu_memory", "host_memory", "cores")
 _CORE = {  # rates of one core of a server CPU with AVX2, where nothing was measured
