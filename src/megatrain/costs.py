@@ -49,9 +49,9 @@ _BYTES = {"bfloat16": 2, "float32": 4}
 
 
 def resident_bytes(device_bytes: int) -> int:
-    """Host bytes of a device that is the CPU: what it holds at its peak, and a tenth of that in small blocks that were
-    freed and are kept."""
-    return device_bytes + device_bytes // 10
+    """Host bytes of a device that is the CPU: what it holds at its peak, and a quarter of that, which small blocks that
+    were freed keep."""
+    return device_bytes + device_bytes // 4
 
 
 def process_bytes(*, on_gpu: bool) -> int:

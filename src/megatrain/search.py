@@ -289,7 +289,7 @@ class Search:
             times = others if choice.major and op.micro == 1 else 1
             return costs.seconds(op, modes.get(op.unit, "recompute")) * times
 
-        return simulate(self._derived[key], seconds)
+        return simulate(self._derived[key], seconds, one_processor=self.machine.unified)
 
     def device_labels(self, choice: Choice) -> Counter[str]:
         """Device bytes by label of what stays for the whole run."""

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from megatrain.model_spec import FOLDER as KNOWN_MODELS
+
 pytestmark = [
     pytest.mark.times,
     pytest.mark.skipif(find_spec("megatrain.cli") is None, reason="no command line in this tree"),
@@ -24,9 +26,16 @@ SHAPES = {
     "72B": ("qwen2", 8192, 29568, 80, 64, 8, 152064),
     "120B": ("llama", 10240, 35840, 88, 80, 8, 128256),
 }
+EXPERTS = "117B of experts"
 
 
 def config_file(folder: Path, shape: str) -> str:
+    """A config of no known model."""
+    file = folder / "config.json"
+    if shape == EXPERTS:
+        known = json.loads((KNOWN_MODELS / "gpt-oss-120b.json").read_text(encoding="utf-8"))["config"]
+        file.write_text(json.dumps(known | {"vocab_size": 201000}))
+        return str(file)
     names = (
         "model_type",
         "hidden_size",
@@ -36,7 +45,6 @@ def config_file(folder: Path, shape: str) -> str:
         "num_key_value_heads",
         "vocab_size",
     )
-    file = folder / "config.json"
     file.write_text(json.dumps(dict(zip(names, SHAPES[shape], strict=True)) | {"tie_word_embeddings": False}))
     return str(file)
 
@@ -53,7 +61,7 @@ def timed(folder: Path, *words: str, without_torch: bool = False) -> tuple[float
     return time.perf_counter() - begin, result
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, EXPERTS])
 def test_a_config_is_known_within_15_seconds_and_from_then_on_within_one(tmp_path: Path, shape: str) -> None:
     """The second answer needs no torch."""
     file = config_file(tmp_path, shape)
@@ -76,7 +84,7 @@ def test_a_config_is_known_within_15_seconds_and_from_then_on_within_one(tmp_pat
     assert again[0].split()[0] == first[-1].split()[0]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, EXPERTS])
 def test_what_does_not_fit_is_refused_within_5_seconds(tmp_path: Path, shape: str) -> None:
     file = config_file(tmp_path, shape)
     words = ["--machine", "rtx4090-128gb", "--tokens-per-step", "1048576", "--seq-len", "131072"]

@@ -25,6 +25,13 @@ def test_one_lane_alone_takes_the_sum() -> None:
     assert times(UPDATE=1.0).seconds == 6
 
 
+def test_on_one_processor_nothing_is_hidden() -> None:
+    each = {"FORWARD": 2.0, "BACKWARD": 4.0, "LOSS": 2.0, "FETCH": 1.0, "DRAIN": 1.0, "UPDATE": 1.0}
+    timeline = simulate(program(), lambda op: each.get(op.kind, 0.0), one_processor=True)
+    assert timeline.seconds == sum(timed.end - timed.start for timed in timeline.ops)
+    assert timeline.hidden("h2d") == timeline.hidden("optimizer") == 0
+
+
 def test_copies_hide_under_arithmetic() -> None:
     timeline = times(FORWARD=2.0, BACKWARD=4.0, LOSS=2.0, FETCH=1.0, DRAIN=1.0)
     compute = 5 * 2 + 5 * 4 + 2

@@ -144,6 +144,20 @@ def test_a_prediction_takes_arithmetic_alone_and_the_rest_from_the_trace(
     assert predicted.seconds >= 2.0 * 2 * (5 + 15 / 16 + 4)
 
 
+def test_a_kept_backward_is_timed_with_its_forward_which_is_taken_off_once(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seconds(self: object, run: Any, repeats: int = 3) -> float:
+        return 5.0 if getattr(run, "func", run).__name__ == "_both" else 2.0
+
+    with engine(tiny_config(num_key_value_heads=4), device, activations="keep") as made:
+        trace = recorded(made)
+        monkeypatch.setattr(type(made._device), "seconds", seconds)
+        predicted = made.predict(trace)
+    backward = [t.end - t.start for t in predicted.ops if t.op.kind == "BACKWARD"]
+    assert set(backward) == {3.0}
+
+
 def test_a_prediction_needs_a_steady_step(model: Model) -> None:
     with pytest.raises(UserError, match="1 step was recorded; a steady one needs at least two"):
         model.predict(recorded(model, steps=1))

@@ -246,7 +246,8 @@ class Engine:
 
         program = [timed.waiting for timed in trace.ops]
         costs = {id(waiting.op): seconds(waiting) for waiting in program}
-        return simulate(program, lambda op: costs[id(op)])
+        one_processor = self._device.torch_device.type == "cpu"
+        return simulate(program, lambda op: costs[id(op)], one_processor=one_processor)
 
     def _time_alone(self, shape: Shape) -> Callable[[Op], float]:
         """Seconds of each arithmetic operation on a micro-batch of the shape, weights resident and nothing else going

@@ -77,18 +77,19 @@ def derive(steps: Iterable[Sequence[Op]]) -> list[Waiting]:
     return derived
 
 
-def simulate(program: Sequence[Waiting], seconds: Callable[[Op], float]) -> Timeline:
+def simulate(program: Sequence[Waiting], seconds: Callable[[Op], float], *, one_processor: bool = False) -> Timeline:
     """The last step of ``program``, which must hold at least two, with the updates that earlier ones left to it.
 
     ``seconds(op)`` is how long an operation takes. The host submits a step once the one before is published; what ran
-    before the program is over.
+    before the program is over. ``one_processor``: every operation takes all cores of the same one, so that lanes take
+    turns and nothing is hidden.
     """
     ends: dict[Ticket, float] = {}
     free: dict[str, float] = {}
     submitted: dict[int, float] = {}
     timed: list[Timed] = []
     for waiting in program:
-        lane = waiting.op.lane
+        lane = "" if one_processor else waiting.op.lane
         ready = max((ends.get(ticket, 0.0) for ticket in waiting.waits), default=0.0)
         start = max(ready, free.get(lane, 0.0), submitted.get(waiting.step, 0.0))
         end = start + seconds(waiting.op)

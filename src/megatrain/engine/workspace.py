@@ -110,10 +110,10 @@ class Workspaces:
                 times[kind, unit.structure] = self._device.seconds(run)
 
         self._visit(shape, Need(peak={}, held={}), note, mode, once=False)
-        for unit in self._templates.decoder.units:
-            if mode != "recompute" or unit.cheap_graph:  # timed with the forward that made the graph
-                whole, forward = (times.get((kind, unit.structure), 0.0) for kind in ("BACKWARD", "FORWARD"))
-                times["BACKWARD", unit.structure] = max(0.0, whole - forward)
+        timed_together = {u.structure for u in self._templates.decoder.units if mode != "recompute" or u.cheap_graph}
+        for structure in timed_together:  # with the forward that made the graph
+            whole, forward = (times.get((kind, structure), 0.0) for kind in ("BACKWARD", "FORWARD"))
+            times["BACKWARD", structure] = max(0.0, whole - forward)
         return times
 
     def seconds_together(self, shape: Shape, work: Sequence[tuple[str, int, Unit, Mode]]) -> float:
