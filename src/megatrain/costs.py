@@ -123,6 +123,10 @@ class Costs:
     def _units(self) -> dict[str, UnitShape]:
         return {unit.name: unit for unit in self.model.units}
 
+    @cached_property
+    def _routed(self) -> dict[str, int]:
+        return {unit.name: self.model.routed_elements(unit) for unit in self.model.units}
+
     @property
     def _half(self) -> bool:
         return self.workload.compute_dtype == "bfloat16"
@@ -150,7 +154,7 @@ class Costs:
             reading = work.micro_batches * flops / 2 * work.compute_bytes / machine.gpu_memory_rate
             each[unit.name] = max((work.timed_tokens + _IDLE_TOKENS * work.micro_batches) * flops / rate, reading)
             if unit.structure >= 0:
-                routed = work.timed_tokens * self.model.routed_elements(unit) * work.compute_bytes
+                routed = work.timed_tokens * self._routed[unit.name] * work.compute_bytes
                 each[unit.name] += self._attention + _ROUTED_PASSES * routed / machine.gpu_memory_rate
         return each
 
@@ -225,12 +229,13 @@ class Costs:
         """Of a token's part in one layer's graph, besides its input."""
         if mode == "selective":
             return self.model.selective_bytes(self.workload.compute_bytes)
-        if mode == "recompute":
-            return 0
-        model = self.model
-        return self._held_bytes(model.kept_elements) if self.workload.compiled else self._all_held_bytes
+        return self._kept_bytes if mode == "keep" else 0
 
-    @property
+    @cached_property
+    def _kept_bytes(self) -> int:
+        return self._held_bytes(self.model.kept_elements) if self.workload.compiled else self._all_held_bytes
+
+    @cached_property
     def _all_held_bytes(self) -> int:
         """Of a token's part in a layer where nothing is left out that a backward could compute again."""
         model = self.model
@@ -256,7 +261,7 @@ class Costs:
         if unit.structure < 0:
             return token * self.model.width + (gradients if op.kind == "BACKWARD" else 0)
         model = self.model
-        routed = model.routed_elements(unit)
+        routed = self._routed[unit.name]
         if op.kind != "BACKWARD":
             passing = model.width if mode == "keep" else 3 * model.intermediate + 2 * model.width + 2 * routed
             return work.micro_tokens * self._graph_bytes(mode) + token * passing
@@ -273,7 +278,7 @@ class Costs:
         taken to be all rows that go in and come out."""
         if self.machine.unified or not self.workload.compiled:
             return 0
-        elements = max(max(self.model.intermediate, 2 * self.model.routed_elements(unit)) for unit in self.model.units)
+        elements = max(max(self.model.intermediate, 2 * self._routed[unit.name]) for unit in self.model.units)
         return 1 << (self.workload.micro_tokens * elements * self.workload.compute_bytes - 1).bit_length()
 
     def loss_chunk(self) -> int:

@@ -7,15 +7,15 @@ never slower.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from itertools import accumulate, product
 from typing import Any
 
 from megatrain.choices import Choice, Request, given_parts, micro_batch_counts, unit_bytes
 from megatrain.costs import Costs, Workload, process_bytes, resident_bytes
-from megatrain.engine._rings import blocks_of
+from megatrain.engine._rings import Rings, blocks_of
 from megatrain.engine.peak import planned_peak
 from megatrain.engine.placement import Mode, check_order, last_units
 from megatrain.engine.program import Builder, Op, Policy, UnitSpec
@@ -86,12 +86,16 @@ class Search:
         sizes = unit_bytes(model, request)
         self._given = given_parts(model, request, sizes)
         self._early = last_units("optim.speculated", request.speculated, sizes["states"])
+        if self._given.get("major"):
+            resident = max(max(self._values["states"]), max(self._values["weights"]))
+            check_order("micro_batch", [unit.name for unit in model.units[resident:]])
 
     def best(self, others: int = 0) -> list[Candidate]:
         """The fastest candidate that fits and so many ``others``, fastest first; empty when none fits."""
         found: dict[Choice, Candidate] = {}  # slots, resident weights and micro-batches alone make no other plan
         ranked: list[Candidate] = []
-        groups = [group for group in self._groups if group.states in self._possible_states]
+        possible = self._groups_with(sorted(self._possible_states))
+        groups = [group for group in possible if self._least_device(group) <= self.device_limit]
         for bound, group in sorted((self._bound(group), group) for group in groups):
             if len(ranked) > others and bound >= ranked[-1].timeline.seconds:
                 break
@@ -168,17 +172,20 @@ class Search:
 
     @cached_property
     def _groups(self) -> list[Choice]:
+        return self._groups_with(self._values["states"])
+
+    def _groups_with(self, number_of_states: Sequence[int]) -> list[Choice]:
         """What differs in more than slots, resident weights and where boundaries wait: those that need least memory."""
-        values, units = self._values, len(self.model.units)
+        values, units, layers = self._values, len(self.model.units), self.model.layers
         modes = {"auto": (False, True), "deferred": (False,), "speculative": (True,)}[self.request.clipping]
         if self.request.passing_gradients:
             modes = (False,)
-        wide = {0, self.model.layers // 2, self.model.layers, *(self._values["kept"] if "kept" in self._given else ())}
-        names = ("states", "kept", "micro_batches", "every", "major", "selective")
-        groups = []
-        for states, kept, micros, every, major, selective in product(*(values[name] for name in names)):
-            if kept + selective > self.model.layers:
-                selective = self.model.layers - kept  # all that is left
+        wide = {0, layers // 2, layers, *(self._values["kept"] if "kept" in self._given else ())}
+        names = ("kept", "micro_batches", "every", "major", "selective")
+        slots, groups = min(values["slots"]), []
+        for kept, micros, every, major, selective in product(*(values[name] for name in names)):
+            if kept + selective > layers:
+                selective = layers - kept  # all that is left
                 if not selective:
                     continue
             # Blocks are for memory that is too small to keep more than their inputs.
@@ -188,15 +195,14 @@ class Search:
             if major and "major" not in self._given and (micros == 1 or every > 1 or kept not in wide):
                 continue
             weights = units if major and "weights" not in self._given else min(values["weights"])
-            if major and max(states, weights) < units:
-                continue  # weights that stream
-            slots = min(values["slots"])
-            for speculative in modes[:1] if states == units else modes:  # no update on the host: nothing to speculate
-                host = max(values["host"]) and ("host" in self._given or not major)
-                groups.append(Choice(slots, states, kept, micros, speculative, weights, every, host, major, selective))
-        if not groups:
-            resident = max(max(values["states"]), max(values["weights"]))
-            check_order("micro_batch", [unit.name for unit in self.model.units[resident:]])
+            host = max(values["host"]) and ("host" in self._given or not major)
+            for states in number_of_states:
+                if major and max(states, weights) < units:
+                    continue  # weights that stream
+                for speculative in modes[:1] if states == units else modes:  # no host update: nothing to speculate
+                    groups.append(
+                        Choice(slots, states, kept, micros, speculative, weights, every, host, major, selective)
+                    )
         return groups
 
     def _may_fit(self, group: Choice) -> bool:
@@ -344,14 +350,16 @@ class Search:
         return self.costs(choice.micro_batches, choice.major)
 
     def _builder(self, choice: Choice) -> Builder:
-        policy = Policy(
+        return Builder(self.units(choice), choice.slots, self._policy(choice))
+
+    def _policy(self, choice: Choice) -> Policy:
+        return Policy(
             sum_dtype_differs=(self.request.gradient_dtype or self.request.compute_dtype) != "float32",
             boundaries_on_host=choice.host,
             boundary_every=choice.every,
             micro_batch_major=choice.major,
             passing_gradients=self.request.passing_gradients,
         )
-        return Builder(self.units(choice), choice.slots, policy)
 
     @staticmethod
     def _program_micros(choice: Choice) -> int:
@@ -374,7 +382,8 @@ class Search:
 
     def _make_fixed_labels(self, slots: int, states: int, weights: int, major: bool) -> Counter[str]:
         choice = Choice(slots, states, 0, 1, False, weights, major=major)
-        return self._costs_of(choice).fixed_device_bytes(self.units(choice), self._builder(choice).rings)
+        units = tuple(self.units(choice))
+        return self._costs_of(choice).fixed_device_bytes(list(units), _rings(units, slots, self._policy(choice)))
 
     def _make_host_labels(self, states: int, speculative: bool, boundaries: int) -> dict[str, int]:
         units = self.units(Choice(1, states, 0, 1, speculative))
@@ -388,7 +397,7 @@ class Search:
             return modes.get(str(unit), "recompute")
 
         return planned_peak(
-            self._builder(choice).training_step(self._program_micros(choice)),
+            _step(tuple(self.units(choice)), choice.slots, self._policy(choice), self._program_micros(choice)),
             0,
             lambda buffer: costs.buffer_bytes(buffer, mode(buffer[1])) if len(buffer) > 1 else 0,
             lambda op: costs.workspace(op, mode(op.unit)),
@@ -462,6 +471,17 @@ class Search:
             host = [early[i] if unit.name in self._early else host[i] for i, unit in enumerate(units)]
         link = [max(pair) for pair in zip(left(each("FETCH", "h2d")), left(each("DRAIN", "d2h")), strict=True)]
         return list(accumulate(each("UPDATE", "compute"), initial=0.0)), left(host), link
+
+
+@lru_cache(maxsize=256)
+def _rings(units: tuple[UnitSpec, ...], slots: int, policy: Policy) -> Rings:
+    return Rings(units, slots, policy)
+
+
+@lru_cache(maxsize=256)
+def _step(units: tuple[UnitSpec, ...], slots: int, policy: Policy, micro_batches: int) -> list[Op]:
+    """A first step, which searches for the same model share."""
+    return Builder(units, slots, policy).training_step(micro_batches)
 
 
 def _steps(total: int, parts: int) -> list[int]:
