@@ -1,12 +1,14 @@
 """Steps of a model whose optimizer state would not fit: forward, backward, drain and norm at full size on BF16 weights.
 
     sudo sysctl vm.overcommit_memory=1
-    python benchmarks/heads.py --shape gpt-oss-120b --tokens 32768 --option weights_on_device=40GiB
+    TORCHINDUCTOR_COMPILE_THREADS=1 python benchmarks/heads.py --shape gpt-oss-120b --tokens 16384 \\
+        --option weights_on_device=40GiB
 
 The program is that of passing gradients with an optimizer that changes nothing; of each unit's state only the weights
 are touched, so that 2 bytes a parameter are taken and not 12 (addresses for the rest must be granted, hence the first
-line). Beside the measured rate of AdamW these steps are the evidence for plans of machines with more memory. Options
-are those of ``benchmarks/steps.py``; the prediction is of the same step with an optimizer that takes no time.
+line; the compiler's worker processes would take some of what is left of 256 GiB). Beside the measured rate of AdamW
+these steps are the evidence for plans of machines with more memory. Options are those of ``benchmarks/steps.py``; the
+prediction is of the same step with an optimizer that takes no time.
 """
 
 from __future__ import annotations

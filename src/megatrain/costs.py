@@ -54,6 +54,11 @@ def resident_bytes(device_bytes: int) -> int:
     return device_bytes + device_bytes // 4
 
 
+def device_room(host_bytes: int) -> int:
+    """What a device that is the CPU may hold at its peak where so many host bytes are left for it."""
+    return host_bytes * 4 // 5
+
+
 def process_bytes(*, on_gpu: bool) -> int:
     """Host bytes that a process takes beside all state."""
     return _GPU_PROCESS if on_gpu else _CPU_PROCESS

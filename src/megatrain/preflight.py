@@ -14,11 +14,11 @@ from typing import Any
 
 from megatrain import auto, machine
 from megatrain._durable import space_for
-from megatrain.checked import input_bytes
+from megatrain.checked import input_bytes, planned_memory
 from megatrain.checkpoint import latest_complete, read_meta
 from megatrain.choices import Request, micro_batch_counts
 from megatrain.config import RunConfig, parse_bytes
-from megatrain.costs import process_bytes
+from megatrain.costs import device_room, process_bytes
 from megatrain.datasets._batches import Batches, mean_padded_tokens
 from megatrain.datasets._load import Dataset, Progress, load_dataset
 from megatrain.devices import device_name
@@ -111,7 +111,7 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     limit = _host_limit(config)
     on_host = _host_bytes(config, layouts, dtype)
     if config.placement.states is None or device == "cpu":
-        _check_host(config, device, on_host, limit)
+        _check_host(config, process_bytes(on_gpu=device == "cuda"), on_host, limit)
     tokenizer = read_tokenizer(folder, m.trust_remote_code)
     text = model_config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
@@ -123,7 +123,7 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     batches = _batches(config, tokenizer, data)
     boundaries = _boundary_bytes(config, batches, text, dtype)
     host_bytes = _host_bytes(config, layouts, dtype, boundaries)
-    _check_host(config, device, host_bytes, limit)
+    _check_host(config, _process_bytes(config, folder, batches, device, dtype), host_bytes, limit)
     total = config.train.max_steps or config.train.epochs * batches.steps_per_epoch
     _check_trace(config, total)
     schedule = Schedule.from_config(config.schedule, config.optim.lr, total)
@@ -190,7 +190,7 @@ def _choose(
         why = f"plan    not for {known}, so {instead}: {str(error).splitlines()[0]}"
         return None, auto.Choice(config=saved or auto.with_options(config, auto.OPTIONS), lines=(why,))
     if where.unified:
-        where = replace(where, gpu_memory=host_left * 10 // 11)  # `resident_bytes` of it are what is left
+        where = replace(where, gpu_memory=device_room(host_left))
     request = _request(config, data, device, dtype, probed)
     chooser = auto.Chooser(config=config, model=spec, machine=where, request=request, saved=saved)
     return chooser, chooser.choose()
@@ -270,8 +270,16 @@ def _host_limit(config: RunConfig) -> int:
     return machine.probe().memory_free if asked is None else asked
 
 
-def _check_host(config: RunConfig, device: str, need: int, limit: int) -> None:
-    process = process_bytes(on_gpu=device == "cuda")
+def _process_bytes(config: RunConfig, folder: Path, batches: Batches, device: str, dtype: str) -> int:
+    """Host bytes of the process beside training state; on a GPU with what the compiler's tuner pins, where the planner
+    knows the model."""
+    try:
+        return planned_memory(load_model_spec(str(folder)), config, device, dtype, batches.largest).process
+    except UserError:
+        return process_bytes(on_gpu=device == "cuda")
+
+
+def _check_host(config: RunConfig, process: int, need: int, limit: int) -> None:
     if need + process > limit:
         way_out = "a machine or container with more memory, or a smaller model"
         if config.placement.host_memory is not None and need + process <= machine.probe().memory_free:

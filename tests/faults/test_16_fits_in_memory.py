@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,12 @@ from _fixtures import random_checkpoint
 from _runs import arguments, chats, make_model, megatrain, write_rows
 from _tokenizers import save_tokenizer
 
-from megatrain import Model
+from megatrain import Model, preflight
 from megatrain.config import CheckpointConfig, ComputeConfig, DataConfig, ModelConfig, RunConfig, TrainConfig
+from megatrain.config_file import load_config
+from megatrain.costs import process_bytes
+from megatrain.errors import UserError
+from megatrain.model_spec import ModelSpec
 from megatrain.preflight import prepare
 
 
@@ -108,3 +113,23 @@ def test_dry_run_prints_each_part(tmp_path: Path) -> None:
     assert re.search(r"cpu all that is free · host \d+ MiB of [\d.]+ GiB free", memory)
     assert re.search(r"each save \d+ MiB, free [\d.,]+ [GM]iB", disk)
     assert shutil.disk_usage(tmp_path).free > 0
+
+
+def test_what_a_gpu_tunes_with_counts_before_a_run_that_is_set_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler pins copies of activations; where the planner does not know the model, nobody can say how much."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = make_model(tmp_path / "model")
+    config = load_config(None, arguments(tmp_path))
+    batches = SimpleNamespace(largest=(64, 65536, 1))
+    beside = preflight._process_bytes(config, folder, batches, "cuda", "bfloat16") - process_bytes(on_gpu=True)
+    elements = json.loads((folder / "config.json").read_text())["intermediate_size"]
+    assert beside == 1 << (64 * 65536 * elements * 2 - 1).bit_length()
+    assert preflight._process_bytes(config, folder, batches, "cpu", "bfloat16") == process_bytes(on_gpu=False)
+    monkeypatch.setattr(preflight, "load_model_spec", unknown)
+    assert preflight._process_bytes(config, folder, batches, "cuda", "bfloat16") == process_bytes(on_gpu=True)
+
+
+def unknown(name: str) -> ModelSpec:
+    raise UserError(f"{name}: not of a kind that can be planned")

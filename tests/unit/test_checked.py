@@ -102,7 +102,7 @@ def test_peaks() -> None:
     assert device == Checked(predicted=100, measured=90)
     assert host.predicted == 1007
     assert host.measured > 50 << 20
-    assert peaks(memory, "cpu", 7)[1].predicted == 1117, "and a tenth of the device's"
+    assert peaks(memory, "cpu", 7)[1].predicted == 1132, "and a quarter of the device's"
 
 
 def test_bytes_of_tokenizer_and_rows() -> None:
