@@ -132,7 +132,7 @@ class Chooser:
             smallest = search.smallest()
             if self.machine.unified or search.host_need(smallest.choice) <= search.host_limit:
                 return self._choice(search, smallest)
-        raise UserError(refusal(Search(self.model, self.machine, self.request), run_file=True, training=True))
+        raise UserError(refusal(Search(self.model, self.machine, self.request), "train"))
 
     def after(self, error: UserError) -> Chooser | None:
         """Who chooses next when the engine has refused a choice for what it measured; None where nothing is left."""

@@ -192,6 +192,7 @@ def plan(
         from megatrain.machines import load_machine, this_machine
         from megatrain.model_spec import load_model_spec
         from megatrain.plan_report import as_data, make_request, report, write_timeline
+        from megatrain.planner import AskedBy
         from megatrain.planner import plan as make_plan
 
         config = None
@@ -206,7 +207,8 @@ def plan(
         where = load_machine(machine) if machine else this_machine(probe(), device)
         request = make_request(config, where, tokens_per_step, seq_len, gradients)
         notice = partial(print, file=sys.stderr, flush=True)
-        found = make_plan(load_model_spec(name, notice), where, request, run_file=config is not None)
+        asked_by: AskedBy = "plan options" if config is None else "plan file"
+        found = make_plan(load_model_spec(name, notice), where, request, asked_by=asked_by)
         lines = list(report(found, tokens))
         if timeline:
             write_timeline(found, [line for line in lines if line.startswith(("plan", "predicted"))], timeline)

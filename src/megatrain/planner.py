@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 from megatrain.checks import readable_bytes
 from megatrain.choices import Choice, Request
@@ -19,6 +19,10 @@ from megatrain.layout import slab_bytes
 from megatrain.machines import MachineSpec, known_machines, load_machine
 from megatrain.model_spec import ModelSpec, known_models, load_model_spec
 from megatrain.search import DEVICE_MARGIN, HOST_MARGIN, Candidate, Search
+
+AskedBy = Literal["train", "plan file", "plan options"]
+"""What can be changed where nothing fits: a run's options, which name neither machine nor model; those and the options
+of ``megatrain plan``; these alone."""
 
 _SAVE_BYTES = 12  # a parameter: FP32 master and two FP32 moments
 _EXPORT_BYTES = 2  # a parameter: the exported model in bfloat16
@@ -93,16 +97,16 @@ class Plan:
         return sum(self.host_bytes.values())
 
 
-def plan(model: ModelSpec, machine: MachineSpec, request: Request, *, run_file: bool = True) -> Plan:
+def plan(model: ModelSpec, machine: MachineSpec, request: Request, *, asked_by: AskedBy = "plan file") -> Plan:
     """The fastest placement that fits; raises `UserError` with what is missing and up to three ways out.
 
-    Ways out are overrides of a ``run_file``, or else options of ``megatrain plan``.
+    Ways out are what ``asked_by`` takes.
     """
     search = Search(model, machine, request)
     found = search.best(_RUNNERS_UP)
     if found:
         return _plan(search, found)
-    raise UserError(refusal(search, run_file))
+    raise UserError(refusal(search, asked_by))
 
 
 def _plan(search: Search, found: list[Candidate]) -> Plan:
@@ -210,9 +214,8 @@ def _overrides(search: Search, candidate: Candidate) -> tuple[str, ...]:
     return tuple(f"{name}={'null' if value is None else value}" for name, value in words.items())
 
 
-def refusal(search: Search, run_file: bool, *, training: bool = False) -> str:
-    """Why nothing fits, and up to three ways out that were planned: overrides of a ``run_file``, or else options of
-    ``megatrain plan``; a run that is ``training`` can change neither its machine nor its model by one."""
+def refusal(search: Search, asked_by: AskedBy) -> str:
+    """Why nothing fits, and up to three ways out that were planned, as what ``asked_by`` takes."""
     model, machine, request, short = search.model, search.machine, search.request, search.shortage()
     lines = [f"plan: {model.name} does not fit {machine.name} at {request.rows} x {request.seq_len} tokens a step"]
     if short.device_missing:
@@ -220,7 +223,7 @@ def refusal(search: Search, run_file: bool, *, training: bool = False) -> str:
         lines.append(_missing(what, short.device_missing, short.device_need, DEVICE_MARGIN, where))
     if short.host_missing:
         lines.append(_missing("host memory", short.host_missing, short.host_need, HOST_MARGIN))
-    ways = [f"  fix:     {way}" for way in islice(_ways_out(model, machine, request, run_file, training), _WAYS_OUT)]
+    ways = [f"  fix:     {way}" for way in islice(_ways_out(model, machine, request, asked_by), _WAYS_OUT)]
     return "\n".join(
         [*lines, *(ways or ["  fix:     a smaller model: no known machine and no smaller step is enough"])]
     )
@@ -233,11 +236,9 @@ def _missing(what: str, missing: int, need: int, margin: float, where: str = "")
     )
 
 
-def _ways_out(
-    model: ModelSpec, machine: MachineSpec, request: Request, run_file: bool, training: bool
-) -> Iterator[str]:
+def _ways_out(model: ModelSpec, machine: MachineSpec, request: Request, asked_by: AskedBy) -> Iterator[str]:
     """Changes that were planned and fit, those that cost least first, each as what to paste and what it gives."""
-    for kind in _changes(request, machine, run_file):
+    for kind in _changes(request, machine, asked_by):
         for text, changed in kind:
             found = Search(model, machine, changed).best()
             if found:
@@ -247,9 +248,13 @@ def _ways_out(
     for other in _larger_machines(machine):
         found = Search(model, other, unlimited).best()
         if found:
-            yield _way(f"another machine: {other.name}" if training else f"--machine {other.name}", found[0], request)
+            yield _way(
+                f"another machine: {other.name}" if asked_by == "train" else f"--machine {other.name}",
+                found[0],
+                request,
+            )
             break
-    if training:
+    if asked_by == "train":
         return
     smaller = [spec for spec in map(load_model_spec, known_models()) if spec.parameters < model.parameters]
     for spec in sorted(smaller, key=lambda spec: -spec.parameters):
@@ -259,7 +264,7 @@ def _ways_out(
             break
 
 
-def _changes(request: Request, machine: MachineSpec, run_file: bool) -> Iterator[list[tuple[str, Request]]]:
+def _changes(request: Request, machine: MachineSpec, asked_by: AskedBy) -> Iterator[list[tuple[str, Request]]]:
     """For each kind of change, overrides and what they make of the request, the mildest first."""
     free = [{n: v for n, v in request.fixed.items() if n != name} for name in request.fixed]
     freed = [(f"{name}=auto", replace(request, fixed=left)) for name, left in zip(request.fixed, free, strict=True)]
@@ -276,7 +281,7 @@ def _changes(request: Request, machine: MachineSpec, run_file: bool) -> Iterator
         yield [(f"placement.host_memory={machine.host_memory >> 20}MiB", replace(request, host_memory=None))]
     fewer = [replace(request, rows=request.rows >> i) for i in range(1, request.rows.bit_length())]
     shorter = [replace(request, seq_len=request.seq_len >> i) for i in range(1, request.seq_len.bit_length())]
-    if run_file:
+    if asked_by != "plan options":
         yield [(f"train.batch_size={r.rows}", r) for r in fewer]
         yield [(f"data.max_seq_len={r.seq_len}", r) for r in shorter if r.seq_len >= _SHORTEST]
     else:
@@ -284,7 +289,7 @@ def _changes(request: Request, machine: MachineSpec, run_file: bool) -> Iterator
         yield [(f"{_step_option(r)} --seq-len {r.seq_len}", r) for r in shorter if r.seq_len >= _SHORTEST]
     if not request.passing_gradients:
         words = "--gradients passing"
-        if run_file:
+        if asked_by != "plan options":
             words = "optim.max_grad_norm=null optim.clipping=auto placement.gradients=passing"
         yield [(words, replace(request, passing_gradients=True))]
 

@@ -299,7 +299,7 @@ def test_a_refusal_names_the_bytes_and_ways_out(name: str, where: str, request_:
 def test_without_clipping_120_billion_parameters_fit_where_they_do_not_with_it() -> None:
     request = Request(rows=128, seq_len=1024)
     with pytest.raises(UserError, match=r"fix: +--gradients passing +[\d.]+ s"):
-        plan(model("gpt-oss-120b"), machine("h200-1.5tb"), request, run_file=False)
+        plan(model("gpt-oss-120b"), machine("h200-1.5tb"), request, asked_by="plan options")
     found = plan(model("gpt-oss-120b"), machine("h200-1.5tb"), replace(request, passing_gradients=True))
     words = {"placement.gradients=passing", "optim.max_grad_norm=null", "optim.clipping=deferred"}
     assert words <= set(found.overrides)
