@@ -1,6 +1,6 @@
 """Every measured row beside what the planner predicts of it now, as a Markdown table.
 
-    python benchmarks/predicted.py                     # rows of benchmarks/results since 2026-11-30
+    python benchmarks/predicted.py                     # rows of benchmarks/results of 2026-11-30
     python benchmarks/predicted.py rows.jsonl --machine doctor.json
 
 Rates are those of ``--machine``, whatever the row was planned with; nothing is measured. Process peaks are the kernel's
@@ -99,7 +99,7 @@ def line(found: Compared) -> str:
     activations += ["inputs on the host"] if options.get("boundaries") == "host" else []
     activations += [f"blocks of {options['boundary_every']}"] if "boundary_every" in options else []
     activations += ["micro-batch-major"] if "order" in options else []
-    clipping = options["clipping"] + (f" on {options['speculated']}" if "speculated" in options else "")
+    clipping = options.get("clipping", "deferred") + (f" on {options['speculated']}" if "speculated" in options else "")
     clipping += f", {options['slots']} slots" if "slots" in options else ""
     process = process_peak(row)
     cells = [

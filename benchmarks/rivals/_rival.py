@@ -115,7 +115,13 @@ def _arguments(doc: str) -> argparse.Namespace:
     parser.add_argument("--option", action="append", default=[], help="name=value of the system's settings")
     parser.add_argument("--out", type=Path, help="append one JSON line a row")
     parser.add_argument("--commit", help="where git cannot tell")
-    return parser.parse_args()
+    args = parser.parse_args()
+    for tokens, micro_batches in args.tokens:
+        if micro_batches < 1 or tokens < 1 or tokens % (micro_batches * args.seq_len):
+            parser.error(
+                f"--tokens {tokens}/{micro_batches}: not so many micro-batches of whole rows of {args.seq_len}"
+            )
+    return args
 
 
 def _step_tokens(text: str) -> tuple[int, int]:

@@ -29,7 +29,7 @@ LAYER_SHARE = 0.9
 
 _LONG_ENOUGH = 0.02  # seconds of one measured piece of arithmetic
 _FIRST_TOKENS, _MOST_TOKENS = 8, 8192
-_PARAMETERS = 12_000_000  # of an optimizer pass, for each core: more than caches hold; no power of two
+_PARAMETERS, _MOST_CORES = 12_000_000, 32  # of an optimizer pass, for each core: more than caches hold
 _OPTIMIZER_SECONDS = 2.0  # after which no pass is begun but the second of each kind, the first that counts
 _DISK_SECONDS, _DISK_MOST, _DISK_PIECE = 1.5, 512 << 20, 16 << 20
 
@@ -142,9 +142,8 @@ def _links(device: Device, small: bool) -> tuple[dict[str, float], list[Line]]:
 def _arithmetic(device: Device, on_compute: OnCompute, small: bool) -> dict[str, float]:
     """Rates of matrix products, attention and passes over memory."""
     where = device.torch_device
-    inner, outer, rows, heads, head_dim, length = (
-        (1024, 4096, 1, 8, 64, 256) if small else (4096, 14336, 8, 32, 128, 4096)
-    )
+    inner, outer, heads, head_dim, length = (1024, 4096, 8, 64, 256) if small else (4096, 14336, 32, 128, 4096)
+    rows = 1 if small else max(1, min(8, device.capacity >> 31))  # at eight, queries in BF16 take 256 MiB
 
     def drawn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Random values: on equal ones a GPU draws less power, and computes faster than it ever will in training."""
@@ -159,23 +158,26 @@ def _arithmetic(device: Device, on_compute: OnCompute, small: bool) -> dict[str,
                 return 2 * tokens * inner * outer / taken
             tokens *= 4
 
+    def attention_rate(dtype: torch.dtype) -> float:
+        shape = (rows, heads, length, head_dim)
+        query, key, value = (drawn(*shape, dtype=dtype).requires_grad_() for _ in range(3))
+        upstream = drawn(*shape, dtype=dtype)
+
+        def both_ways() -> object:
+            output = scaled_dot_product_attention(query, key, value, is_causal=True)
+            return torch.autograd.grad(output, (query, key, value), upstream)
+
+        forward = 2 * prod(shape) * (length + 1)  # causal operations, as `ModelSpec.attention_flops` counts them
+        return 3 * forward / on_compute(both_ways)
+
     half = torch.bfloat16 if _computes(device, torch.bfloat16) else torch.float32
-    shape = (rows, heads, length, head_dim)
-    query, key, value = (drawn(*shape, dtype=half).requires_grad_() for _ in range(3))
-    upstream = drawn(*shape, dtype=half)
-
-    def attention() -> object:
-        output = scaled_dot_product_attention(query, key, value, is_causal=True)
-        return torch.autograd.grad(output, (query, key, value), upstream)
-
-    forward = 2 * prod(shape) * (length + 1)  # causal operations, as `ModelSpec.attention_flops` counts them
+    attention, products, exact = attention_rate(half), product_rate(half), product_rate(torch.float32)
     elements = (64 << 20 if small else 1 << 30) // 4
     first, second = (torch.full((elements,), 0.01, device=where) for _ in range(2))
-    products, exact = product_rate(half), product_rate(torch.float32)
     return {
         "layer_rate": LAYER_SHARE * products,
         "head_rate": products,
-        "attention_rate": 3 * forward / on_compute(attention),
+        "attention_rate": attention,
         "fp32_rate": LAYER_SHARE * exact,
         "gpu_memory_rate": 12 * elements / on_compute(lambda: first.add_(second)),
     }
@@ -192,7 +194,7 @@ def _computes(device: Device, dtype: torch.dtype) -> bool:
 def _optimizer(machine: Machine) -> dict[str, float]:
     """Rate of an AdamW pass over training state on the host, and what a speculative pass costs beside it."""
     kernel, optimizer = kernels.load("auto"), AdamW(lr=1e-5)
-    layout = build_layout({"weight": (min(_PARAMETERS * machine.cores, machine.memory_free // 64),)})
+    layout = build_layout({"weight": (min(_PARAMETERS * min(machine.cores, _MOST_CORES), machine.memory_free // 64),)})
     half = torch.bfloat16
     slab = Slab(layout, Arena(Slab.nbytes(layout, half, half), "trial of the optimizer").take, half, half)
     # Values at which speculation updates every block, as in a run under way.

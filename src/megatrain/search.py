@@ -86,8 +86,8 @@ class Search:
         sizes = unit_bytes(model, request)
         self._given = given_parts(model, request, sizes)
         self._early = last_units("optim.speculated", request.speculated, sizes["states"])
-        if self._given.get("major"):
-            resident = max(max(self._values["states"]), max(self._values["weights"]))
+        if self._given.get("major") and "weights" in self._given:
+            resident = max(*self._values["states"], self._given["weights"])
             check_order("micro_batch", [unit.name for unit in model.units[resident:]])
 
     def best(self, others: int = 0) -> list[Candidate]:

@@ -101,8 +101,8 @@ def build(config, options):
         raise ValueError("no such setting")
     return Rival(10, step, lambda: None)
 
-def step(batch):
-    tokens = batch["input_ids"].numel()
+def step(batches):
+    tokens = sum(batch["input_ids"].numel() for batch in batches)
     if tokens == 256:
         raise torch.OutOfMemoryError("CUDA out of memory\\nand more")
     if tokens == 384:
@@ -124,6 +124,34 @@ def test_a_rival_that_fails_in_a_row_goes_on_with_the_next(tmp_path: Path) -> No
         ("eager", 384): "the process ended with exit code -9: killed, as a system out of memory does",
         ("eager", 512): None,
     }
+
+
+def test_of_one_configuration_of_a_rival_the_fastest_row_counts() -> None:
+    rows = [row(16384, 120, "rival"), row(16384, 150, "rival") | {"seconds": 1.6}, row(16384, 140, "rival")]
+    assert shown(*rows) == {"rival": [150]}
+
+
+def test_activations_that_are_kept_make_a_line_of_their_own() -> None:
+    on_host = {"states_on_device": None, "clipping": "deferred"}
+    kept = row(16384, 320, activations="50%", **on_host) | {"auto": True}
+    assert shown(row(16384, 300, activations="recompute", **on_host), kept) == {
+        "MegaTrain, all on the host, deferred, activations kept": [320],
+        "MegaTrain, all on the host, deferred": [300],
+    }
+    assert shown(row(16384, 320, activations="50%") | {"auto": True}) == {"MegaTrain, best placement": [320]}
+    assert shown(kept, row(16384, 400, **on_host) | {"serial_optimizer": True}) == shown(kept)
+    assert shown(kept, row(16384, 400, **on_host, device_memory="24GiB") | {"auto": True}) == shown(kept)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", ["256/3", "256/0", "100"])
+def test_a_rival_takes_micro_batches_of_whole_rows(tmp_path: Path, tokens: str) -> None:
+    script = tmp_path / "rival.py"
+    script.write_text(RIVAL.format(rivals=str(BENCHMARKS / "rivals")))
+    command = [sys.executable, str(script), "--shape", "tiny", "--seq-len", "128", "--tokens", tokens]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert f"--tokens {tokens.partition('/')[0]}/" in result.stderr
 
 
 @pytest.mark.slow

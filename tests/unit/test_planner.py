@@ -44,6 +44,19 @@ def test_predictions_against_what_was_measured(monkeypatch: pytest.MonkeyPatch) 
         assert process is None or process <= found.process <= 1.06 * process, told
 
 
+def test_an_order_by_micro_batches_that_is_set_brings_all_weights_to_the_device() -> None:
+    fixed = {"compute.order": "micro_batch"}
+    request = Request(rows=16, seq_len=256, compute_dtype="float32", compiled=False, fixed=fixed)
+    cpu = replace(machine("h200-128gb"), unified=True, gpu_memory=machine("h200-128gb").host_memory)
+    for where in (cpu, machine("h200-128gb")):
+        (found,) = Search(model("qwen3-0.6b"), where, request).best()
+        assert found.choice.major
+        assert max(found.choice.states, found.choice.weights) == len(model("qwen3-0.6b").units)
+        streams = replace(request, fixed=fixed | {"placement.weights": "50%", "placement.states": None})
+        with pytest.raises(UserError, match=r"compute\.order: micro_batch needs all weights on the device"):
+            Search(model("qwen3-0.6b"), where, streams)
+
+
 def test_host_bytes_against_what_was_measured() -> None:
     search = Search(model("qwen2.5-7b"), machine("h200-128gb"), Request(rows=64, seq_len=1024))
     for states, host in ((0, 99.3), (6, 77.0), (26, 16.2)):
