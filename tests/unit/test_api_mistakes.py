@@ -110,3 +110,34 @@ print("done")
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
+
+
+FORKED = """
+import os, sys, threading
+from megatrain.devices._threads import ThreadLanes
+
+lanes = ThreadLanes(["compute"], perform=lambda ticket, run: run(), await_other=lambda *_: None)
+held, over = threading.Event(), threading.Event()
+
+def hold():
+    with lanes._condition:
+        held.set()
+        over.wait()
+
+threading.Thread(target=hold).start()
+held.wait()
+child = os.fork()
+if child == 0:
+    late = threading.Timer(20, os._exit, [3])
+    late.daemon = True
+    late.start()
+    sys.exit(0)
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+over.set()
+sys.exit(status)
+"""
+
+
+def test_a_fork_ends_though_a_lane_of_its_parent_held_a_lock() -> None:
+    result = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -52,6 +53,7 @@ class ThreadLanes:
         ]
         for thread in self._threads:
             thread.start()
+        self._process = os.getpid()
         atexit.register(self._end)
 
     def submit(self, ticket: Ticket, label: str, unit: str, run: Callable[[], None], waits: Sequence[Ticket]) -> None:
@@ -96,7 +98,9 @@ class ThreadLanes:
 
     def _end(self) -> None:
         """At the end of a process that has not closed its model: an interpreter that ends under a thread in native code
-        ends in an abort."""
+        ends in an abort. A fork of it has none of the threads, and perhaps a lock that nobody will let go."""
+        if os.getpid() != self._process:
+            return
         self.abort()
         self.close()
 
