@@ -240,7 +240,10 @@ def _ways_out(model: ModelSpec, machine: MachineSpec, request: Request, asked_by
     """Changes that were planned and fit, those that cost least first, each as what to paste and what it gives."""
     for kind in _changes(request, machine, asked_by):
         for text, changed in kind:
-            found = Search(model, machine, changed).best()
+            try:
+                found = Search(model, machine, changed).best()
+            except UserError:  # what stays set needs what was changed
+                continue
             if found:
                 yield _way(text, found[0], changed)
                 break

@@ -57,6 +57,14 @@ def test_an_order_by_micro_batches_that_is_set_brings_all_weights_to_the_device(
             Search(model("qwen3-0.6b"), where, streams)
 
 
+def test_a_way_out_that_another_option_excludes_is_left_out() -> None:
+    """Without the states on the device, this order would need the weights there."""
+    fixed = {"placement.weights": None, "placement.states": "100%", "compute.order": "micro_batch"}
+    small = replace(machine("a100-80gb-256gb"), unified=True, gpu_memory=GIB)
+    with pytest.raises(UserError, match=r"missing: .* memory \(\d+ bytes\)"):
+        plan(model("llama-3.1-8b"), small, Request(rows=1, seq_len=128, fixed=fixed))
+
+
 def test_host_bytes_against_what_was_measured() -> None:
     search = Search(model("qwen2.5-7b"), machine("h200-128gb"), Request(rows=64, seq_len=1024))
     for states, host in ((0, 99.3), (6, 77.0), (26, 16.2)):
