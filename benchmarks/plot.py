@@ -54,10 +54,9 @@ def lines_of(rows: Sequence[Row]) -> Lines:
         name = line_name(row)
         if name is not None:
             parts = [row["options"], row.get("micro_batches", 1), row["max_grad_norm"], row.get("clip_every")]
-            rival = (
-                row.get("seconds") if "system" in row and row["system"] != "MegaTrain" else None
-            )  # its fastest counts
-            settings = json.dumps([*parts, rival], sort_keys=True)
+            if row.get("system", "MegaTrain") != "MegaTrain":
+                parts.append(row.get("seconds"))  # of a rival's rows the fastest counts
+            settings = json.dumps(parts, sort_keys=True)
             latest[name + (f", {row['cores']} cores" if several else ""), row["tokens"], settings] = row
     best: dict[tuple[str, int], Row] = {}
     for (name, tokens, _), row in latest.items():
