@@ -97,7 +97,7 @@ def table(lines: Lines) -> str:
             if "error" in row:
                 text.append(f"| {name} | {row['tokens']} | {row['error']} | | | | | {settings} |")
                 continue
-            memory = " | ".join(f"{row.get(key, 0):.1f}" for key in ("device_peak_gib", "host_gib"))
+            memory = " | ".join(f"{row[key]:.1f}" if key in row else "" for key in ("device_peak_gib", "host_gib"))
             speeds = f"{row['seconds']:.2f} | {row['tokens_per_second']:.0f} | {row['tflops_6n']:.0f}"
             text.append(f"| {name} | {row['tokens']} | {speeds} | {memory} | {settings} |")
     return "\n".join(text)

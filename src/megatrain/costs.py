@@ -38,12 +38,13 @@ _LOSS_ENTRY_BYTES = 12  # of device memory traffic per logit: compiled cross-ent
 _LOSS_ENTRY_HELD = 6  # bytes per logit of a chunk at its peak
 _EAGER_LOSS_HELD = 17  # the same where nothing is compiled
 _UPDATE_BYTES = 28  # of traffic per parameter: states and gradient read, states and weights written
-_SUM_BYTES = 12  # of traffic per parameter: gradient added, rounded, squared
+_SUM_ITEM = 4  # bytes of an element of the sum over micro-batches
 _TOGETHER = 2  # intermediates that a compiled recompute and backward hold beyond those of kept activations
 _PAIR_PASSES = 8  # over the weights of every pair of tokens: scores, mask, maximum, exponentials, sum, quotient
 _PAIRS_KEPT = 3  # of them that autograd saves: scores, weights, weights without a sink
-_ROUTED_PASSES = 6  # over the rows that experts get: gathered and written, read; outputs weighted (2), summed (2)
-_IDLE_TOKENS = 150  # that a product of one micro-batch could have had beside: its last wave leaves processors idle
+_PASS_SHARE = 0.5  # of the rate of a long pass that passes in layers reach, scatters among them: fits rows of an H200
+_IDLE_OUTPUTS = 720_000  # of a product of one micro-batch, for which its last wave leaves processors idle: a third of
+# a wave of 132 with tiles of 128 x 128
 _RESOLVE = 0.001  # of a plain update, when nothing was clipped
 _BYTES = {"bfloat16": 2, "float32": 4}
 
@@ -144,31 +145,46 @@ class Costs:
         if work.fused_attention:
             return flops / (self.machine.attention_rate if self._half else self.machine.fp32_rate)
         pairs = tokens * self.model.heads * tokens / work.rows
-        products = 2 * flops / (self.machine.layer_rate if self._half else self.machine.fp32_rate)  # of all pairs
+        products = 2 * flops / self._product_rate  # of all pairs
         return products + _PAIR_PASSES * pairs * work.compute_bytes / self.machine.gpu_memory_rate
+
+    @property
+    def _product_rate(self) -> float:
+        return self.machine.product_rate if self._half else self.machine.fp32_rate
 
     @cached_property
     def _forward(self) -> dict[str, float]:
-        """Seconds of a unit's forward over all tokens: a micro-batch takes at least the time to read the weights."""
+        """Seconds of a unit's forward over all tokens: products, of which a micro-batch takes at least the time to read
+        the weights; and in layers attention, and passes over what is between the products."""
         machine, work = self.machine, self.workload
-        layer, head = (machine.layer_rate, machine.head_rate) if self._half else (machine.fp32_rate, machine.fp32_rate)
+        item, passes = work.compute_bytes, _PASS_SHARE * machine.gpu_memory_rate
+        idle = 0 if machine.unified else _IDLE_OUTPUTS / self.model.width
+        tokens = work.timed_tokens + idle * work.micro_batches
         each: dict[str, float] = {}
         for unit in self.model.units:
-            rate = head if unit is self.model.units[-1] else layer
             flops = self.model.matrix_flops(unit)
-            reading = work.micro_batches * flops / 2 * work.compute_bytes / machine.gpu_memory_rate
-            each[unit.name] = max((work.timed_tokens + _IDLE_TOKENS * work.micro_batches) * flops / rate, reading)
+            reading = work.micro_batches * flops / 2 * item / machine.gpu_memory_rate
+            each[unit.name] = max(tokens * flops / self._product_rate, reading)
             if unit.structure >= 0:
-                routed = work.timed_tokens * self._routed[unit.name] * work.compute_bytes
-                each[unit.name] += self._attention + _ROUTED_PASSES * routed / machine.gpu_memory_rate
+                passed = work.timed_tokens * self.model.passed_elements(unit) * item
+                each[unit.name] += self._attention + passed / passes
         return each
 
     @cached_property
     def _last_product(self) -> float:
         """Seconds of a layer's last product over all tokens, which a compiled backward does not compute again: only the
         layer's output needs it."""
-        flops = self.workload.timed_tokens * self.model.last_product_flops
-        return flops / (self.machine.layer_rate if self._half else self.machine.fp32_rate)
+        return self.workload.timed_tokens * self.model.last_product_flops / self._product_rate
+
+    def _summing(self, op: Op) -> float:
+        """Seconds per parameter of its gradient put in place or added to the sum over micro-batches, and after the last
+        one of that rounded, and what leaves squared."""
+        work = self.workload
+        leaving = 2 * work.gradient_bytes  # written or rounded, and read for the norm
+        if work.micro_batches == 1 and op.first and op.last:
+            return (work.compute_bytes + leaving) / self.machine.gpu_memory_rate
+        added = work.micro_batches * (work.compute_bytes + 2 * _SUM_ITEM) - (_SUM_ITEM if op.first else 0)
+        return (added + (_SUM_ITEM + leaving if op.last else 0)) / self.machine.gpu_memory_rate
 
     def seconds(self, op: Op, mode: Mode) -> float:
         """How long an operation takes; ``mode``: what its unit keeps for its backward."""
@@ -187,14 +203,14 @@ class Costs:
             case "FORWARD" | "RECOMPUTE":
                 return self._launch * work.micro_batches + self._forward[op.unit]
             case "BACKWARD":
-                forward, sums = self._forward[op.unit], memory * _SUM_BYTES * work.micro_batches
+                forward, sums = self._forward[op.unit], numel * self._summing(op)
                 again = {"keep": 0.0, "selective": forward - self._attention, "recompute": forward}[mode]
                 if mode != "keep" and work.compiled and self._units[op.unit].structure >= 0:
                     again -= self._last_product
                 return self._launch * work.micro_batches + 2 * forward + again + sums
             case "LOSS":
                 entries = work.timed_tokens * self.model.vocabulary * _LOSS_ENTRY_BYTES / machine.gpu_memory_rate
-                return LAUNCH * work.micro_batches + 3 * self._forward[op.unit] + entries + memory * _SUM_BYTES
+                return LAUNCH * work.micro_batches + 3 * self._forward[op.unit] + entries + numel * self._summing(op)
             case "UPDATE" if op.lane == "compute":
                 return LAUNCH + memory * _UPDATE_BYTES
             case "UPDATE" | "APPLY":
@@ -278,13 +294,21 @@ class Costs:
         return max(again + token * most, token * (passing + model.width) + gradients)
 
     def tuning_bytes(self) -> int:
-        """Host bytes that are pinned for a while as the compiler times its kernels for a GPU: where one changes an
-        activation in place, a copy of that, of which PyTorch's allocator makes a power of two. Of experts those are
-        taken to be all rows that go in and come out."""
-        if self.machine.unified or not self.workload.compiled:
+        """Host bytes that are pinned for a while as the compiler times its kernels for a GPU: of what one changes in
+        place it keeps a copy, of which PyTorch's allocator makes a power of two, and takes blocks of one size again.
+
+        Those are taken to be the gated product; with experts also all rows that go in and come out, and gate and up in
+        one; without fused attention the weights of every pair of tokens, with a sink and without.
+        """
+        work, model = self.workload, self.model
+        if self.machine.unified or not work.compiled:
             return 0
-        elements = max(max(self.model.intermediate, 2 * self._routed[unit.name]) for unit in self.model.units)
-        return 1 << (self.workload.micro_tokens * elements * self.workload.compute_bytes - 1).bit_length()
+        elements = {model.intermediate}
+        if model.experts:
+            elements |= {2 * model.intermediate, *self._routed.values()} - {0}
+        if not work.fused_attention:
+            elements |= {model.heads * work.seq_len, model.heads * (work.seq_len + 1)}
+        return sum({1 << (work.micro_tokens * each * work.compute_bytes - 1).bit_length() for each in elements})
 
     def loss_chunk(self) -> int:
         """Tokens whose logits exist at a time."""

@@ -96,6 +96,14 @@ class ModelSpec:
         routes = any(_of_experts(p) for p in unit.layout.parameters)
         return self.experts_per_token * self.width if routes else 0
 
+    def passed_elements(self, unit: UnitShape) -> int:
+        """Per token, the elements that a compiled layer's forward reads and writes between its products.
+
+        Norms and residual sums, rotation of queries and keys, the gated product; rows of experts as they are gathered
+        (read, written, read), their outputs as they are weighted (2) and summed.
+        """
+        return 9 * self.width + 2 * self.rotated_elements + 3 * self.intermediate + 6 * self.routed_elements(unit)
+
     @property
     def last_product_flops(self) -> float:
         """Forward FLOPs per token of a layer's last product; 0 with experts: the router's gradient needs theirs."""

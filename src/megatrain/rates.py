@@ -24,9 +24,6 @@ from megatrain.machines import Line, keep_measured
 from megatrain.optimizers.adamw import AdamW
 from megatrain.store import Arena, Slab
 
-LAYER_SHARE = 0.9
-"""Rate of a whole layer as a share of its matrix products': 617 of 686 TFLOP/s fit an H200's steps, 7B shape."""
-
 _LONG_ENOUGH = 0.02  # seconds of one measured piece of arithmetic
 _FIRST_TOKENS, _MOST_TOKENS = 8, 8192
 _PARAMETERS, _MOST_CORES = 12_000_000, 32  # of an optimizer pass, for each core: more than caches hold
@@ -175,10 +172,9 @@ def _arithmetic(device: Device, on_compute: OnCompute, small: bool) -> dict[str,
     elements = (64 << 20 if small else 1 << 30) // 4
     first, second = (torch.full((elements,), 0.01, device=where) for _ in range(2))
     return {
-        "layer_rate": LAYER_SHARE * products,
-        "head_rate": products,
+        "product_rate": products,
         "attention_rate": attention,
-        "fp32_rate": LAYER_SHARE * exact,
+        "fp32_rate": exact,
         "gpu_memory_rate": 12 * elements / on_compute(lambda: first.add_(second)),
     }
 
@@ -219,9 +215,9 @@ def _optimizer(machine: Machine) -> dict[str, float]:
 
 
 def _summary(figures: Mapping[str, float]) -> str:
-    flops = {name: _flops(figures[name]) for name in ("head_rate", "fp32_rate", "attention_rate")}
+    flops = {name: _flops(figures[name]) for name in ("product_rate", "fp32_rate", "attention_rate")}
     return (
-        f"products {flops['head_rate']}, attention {flops['attention_rate']}, FP32 layers {flops['fp32_rate']};"
+        f"products {flops['product_rate']}, in FP32 {flops['fp32_rate']}, attention {flops['attention_rate']};"
         f" AdamW {figures['adamw_rate'] / 1e9:.2f}e9 parameters/s;"
         f" device memory {figures['gpu_memory_rate'] / 1e9:,.0f} GB/s"
     )

@@ -139,8 +139,7 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     figures = {
         "h2d_rate": 21.3e9,
         "d2h_rate": 21.3e9,
-        "layer_rate": 100e12,
-        "head_rate": 125e12,
+        "product_rate": 115e12,
         "attention_rate": 95e12,
         "fp32_rate": 31e12,
         "gpu_memory_rate": 880e9,

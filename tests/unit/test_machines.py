@@ -31,7 +31,7 @@ def test_the_machines_that_ship() -> None:
         assert machine.name == name
         assert machine.gpu_memory == int(gpu * 2**30)
         assert machine.host_memory == host * 2**30
-        assert len(machine.sources) == 12
+        assert len(machine.sources) == 11
         assert all(len(source) > 10 for _, source in machine.sources)
 
 
@@ -97,7 +97,7 @@ def test_this_machine_has_its_own_memory_and_the_rates_of_its_kind(gpu: str, hos
     found, known = this_machine(machine_with(gpu, host, 8)), load_machine(base)
     assert base in found.name
     assert (found.gpu_memory, found.host_memory, found.cores) == (130 << 30, (host - 10) << 30, 8)
-    assert found.layer_rate == known.layer_rate
+    assert found.product_rate == known.product_rate
     assert found.adamw_rate == known.adamw_rate * 8 / known.cores
     assert this_machine(machine_with(gpu, host, 128)).adamw_rate == known.adamw_rate
     assert ("host_memory", "found on this machine") in found.sources

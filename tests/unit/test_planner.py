@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.choices import Choice, Request
+from megatrain.costs import Costs, Workload
 from megatrain.engine.placement import activation_modes, resident_units
+from megatrain.engine.program import Op
 from megatrain.errors import UserError
 from megatrain.layout import slab_bytes
 from megatrain.machines import MachineSpec, known_machines, load_machine
@@ -29,19 +31,32 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def test_predictions_against_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the rates of the machine's file. What the planner chose is within 10 % in time, other rows, some of another
-    machine, within 12 %; device and process are never below, the device within 5 %."""
+    """With the rates of the machine's file, rows of several machines of its kind: time within 10 %; device and process
+    never below, the device within 5 %, the process within 6 %, or 256 MiB where libraries vary by more than that."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import predicted
 
     rows = predicted.measured(predicted.results())
-    assert len(rows) >= 33
+    assert len(rows) >= 44
     for found in predicted.compared(rows, machine("h200-128gb")):
         row, told = found.row, predicted.line(found)
-        assert found.seconds == pytest.approx(row["seconds"], rel=0.1 if row.get("auto") else 0.12), told
+        assert found.seconds == pytest.approx(row["seconds"], rel=0.1), told
         assert row["device_peak_gib"] <= found.device <= 1.05 * row["device_peak_gib"], told
         process = predicted.process_peak(row)
-        assert process is None or process <= found.process <= 1.06 * process, told
+        assert process is None or process <= found.process <= max(1.06 * process, process + 0.25), told
+
+
+def test_sums_of_gradients_cost_the_same_in_either_order() -> None:
+    """Layer-major, one operation stands for all micro-batches; the other way each adds its own, and the last rounds."""
+    spec, where = model("qwen2.5-7b"), machine("h200-128gb")
+    together = Workload(rows=8, seq_len=1024, micro_rows=2)
+    each = Workload(rows=2, seq_len=1024, micro_rows=2)
+    sums = Costs(spec, where, together, 1 << 33)._summing(Op(kind="BACKWARD", lane="compute"))
+    ops = [Op(kind="BACKWARD", lane="compute", first=m == 0, last=m == 3) for m in range(4)]
+    assert sum(Costs(spec, where, each, 1 << 33)._summing(op) for op in ops) == pytest.approx(sums)
+    # One micro-batch is summed nowhere: written and copied in BF16, and read for its norm.
+    alone = Op(kind="BACKWARD", lane="compute")
+    assert Costs(spec, where, each, 1 << 33)._summing(alone) == pytest.approx(6 / where.gpu_memory_rate)
 
 
 def test_an_order_by_micro_batches_that_is_set_brings_all_weights_to_the_device() -> None:
@@ -122,7 +137,7 @@ machines = st.builds(
         h2d_rate=link * 20e9,
         d2h_rate=link * 20e9,
         adamw_rate=adamw * 2e9,
-        layer_rate=compute * 100e12,
+        product_rate=compute * 115e12,
         unified=unified,
     ),
     *(st.sampled_from(known_machines()), st.floats(0.5, 200), st.floats(1, 2000), rates, rates, rates, st.booleans()),

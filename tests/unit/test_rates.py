@@ -24,8 +24,7 @@ from megatrain.machines import keep_measured, measured_file, this_machine
 FIGURES = {
     "h2d_rate": 2e9,
     "d2h_rate": 2e9,
-    "layer_rate": 20e9,
-    "head_rate": 25e9,
+    "product_rate": 25e9,
     "attention_rate": 10e9,
     "fp32_rate": 80e9,
     "gpu_memory_rate": 10e9,
@@ -182,7 +181,7 @@ def test_train_measures_a_gpu_that_nobody_knows(here: Machine, measured: list[st
     there = replace(here, gpus=(T4,))
     for _ in range(2):
         found = preflight._rated(there, "cuda", lambda *_: None)
-        assert (found.gpu_memory, found.layer_rate, found.unified) == (15 << 30, FIGURES["layer_rate"], False)
+        assert (found.gpu_memory, found.product_rate, found.unified) == (15 << 30, FIGURES["product_rate"], False)
     assert measured == ["cuda"]
     assert "disk" in [finding.subject for finding in measured_rates(there, tmp_path, quiet)]
     assert measured == ["cuda", "cuda"]

@@ -44,16 +44,14 @@ class MachineSpec:
     """Host to device, while the other direction is busy too."""
     d2h_rate: float
     """Device to host, likewise."""
-    layer_rate: float
-    """BF16 arithmetic of a compiled decoder layer without its attention products."""
-    head_rate: float
-    """BF16 matrix products of the output matrix."""
+    product_rate: float
+    """BF16 matrix products, of random values."""
     attention_rate: float
     """Causal attention, both directions, causal operations counted."""
     fp32_rate: float
-    """Everything, with FP32 compute."""
+    """Matrix products and attention with FP32 compute."""
     gpu_memory_rate: float
-    """What elementwise passes over device memory reach."""
+    """What a long elementwise pass over device memory reaches."""
     adamw_rate: float
     """Parameters a second of the optimizer on the host."""
     speculation_cost: float
@@ -65,14 +63,13 @@ class MachineSpec:
 
 
 _FIGURES = [f.name for f in fields(MachineSpec) if f.name not in ("name", "gpu", "match", "sources", "unified")]
-_FORM = 3  # of a measured file
+_FORM = 4  # of a measured file
 _CPU_NAME = "this machine's CPU"
 _WHOLE = ("gpu_memory", "host_memory", "cores")
 _CORE = {  # rates of one core of a server CPU with AVX2, where nothing was measured
     "h2d_rate": 2e9,
     "d2h_rate": 2e9,
-    "layer_rate": 10e9,
-    "head_rate": 10e9,
+    "product_rate": 10e9,
     "attention_rate": 5e9,
     "fp32_rate": 30e9,
     "gpu_memory_rate": 4e9,
