@@ -42,9 +42,10 @@ _SUM_ITEM = 4  # bytes of an element of the sum over micro-batches
 _TOGETHER = 2  # intermediates that a compiled recompute and backward hold beyond those of kept activations
 _PAIR_PASSES = 8  # over the weights of every pair of tokens: scores, mask, maximum, exponentials, sum, quotient
 _PAIRS_KEPT = 3  # of them that autograd saves: scores, weights, weights without a sink
-_PASS_SHARE = 0.5  # of the rate of a long pass that passes in layers reach, scatters among them: fits rows of an H200
-_IDLE_OUTPUTS = 720_000  # of a product of one micro-batch, for which its last wave leaves processors idle: a third of
-# a wave of 132 with tiles of 128 x 128
+_PASS_SHARE = 0.5  # of `gpu_memory_rate`, that passes in a layer reach, experts' gathers and scatters among them (fit)
+_UPDATE_SHARE = 0.87  # of `gpu_memory_rate`, that an update on the device reaches: 57 ms for 7.6e9 parameters measured
+_ADAMW_SHARE = 0.9  # of `adamw_rate`, that updates on the host reach beside the copies of a step (fit)
+_IDLE_OUTPUTS = 66 * 128 * 128  # of a product, lost to processors that its last wave leaves idle: half of an H200's
 _RESOLVE = 0.001  # of a plain update, when nothing was clipped
 _BYTES = {"bfloat16": 2, "float32": 4}
 
@@ -156,18 +157,17 @@ class Costs:
     def _forward(self) -> dict[str, float]:
         """Seconds of a unit's forward over all tokens: products, of which a micro-batch takes at least the time to read
         the weights; and in layers attention, and passes over what is between the products."""
-        machine, work = self.machine, self.workload
-        item, passes = work.compute_bytes, _PASS_SHARE * machine.gpu_memory_rate
-        idle = 0 if machine.unified else _IDLE_OUTPUTS / self.model.width
-        tokens = work.timed_tokens + idle * work.micro_batches
+        machine, work, model = self.machine, self.workload, self.model
+        micros, item = work.micro_batches, work.compute_bytes
         each: dict[str, float] = {}
-        for unit in self.model.units:
-            flops = self.model.matrix_flops(unit)
-            reading = work.micro_batches * flops / 2 * item / machine.gpu_memory_rate
-            each[unit.name] = max(tokens * flops / self._product_rate, reading)
+        for unit in model.units:
+            idle = 0 if machine.unified else 2 * model.inner_elements(unit) * _IDLE_OUTPUTS
+            products = work.timed_tokens * model.matrix_flops(unit) + idle * micros
+            reading = micros * model.matrix_elements(unit) * item / machine.gpu_memory_rate
+            each[unit.name] = max(products / self._product_rate, reading)
             if unit.structure >= 0:
-                passed = work.timed_tokens * self.model.passed_elements(unit) * item
-                each[unit.name] += self._attention + passed / passes
+                passed = work.timed_tokens * model.passed_elements(unit) * item
+                each[unit.name] += self._attention + passed / (_PASS_SHARE * machine.gpu_memory_rate)
         return each
 
     @cached_property
@@ -177,20 +177,21 @@ class Costs:
         return self.workload.timed_tokens * self.model.last_product_flops / self._product_rate
 
     def _summing(self, op: Op) -> float:
-        """Seconds per parameter of its gradient put in place or added to the sum over micro-batches, and after the last
-        one of that rounded, and what leaves squared."""
-        work = self.workload
-        leaving = 2 * work.gradient_bytes  # written or rounded, and read for the norm
+        """Seconds per parameter to sum a gradient: written for the first micro-batch, added for others, and after the
+        last rounded, where it leaves in another dtype, and read for the norm."""
+        work, leaves = self.workload, self.workload.gradient_bytes
         if work.micro_batches == 1 and op.first and op.last:
-            return (work.compute_bytes + leaving) / self.machine.gpu_memory_rate
-        added = work.micro_batches * (work.compute_bytes + 2 * _SUM_ITEM) - (_SUM_ITEM if op.first else 0)
-        return (added + (_SUM_ITEM + leaving if op.last else 0)) / self.machine.gpu_memory_rate
+            return (work.compute_bytes + 2 * leaves) / self.machine.gpu_memory_rate
+        traffic = work.micro_batches * (work.compute_bytes + 2 * _SUM_ITEM) - (_SUM_ITEM if op.first else 0)
+        if op.last:
+            traffic += leaves if leaves == _SUM_ITEM else _SUM_ITEM + 2 * leaves
+        return traffic / self.machine.gpu_memory_rate
 
     def seconds(self, op: Op, mode: Mode) -> float:
         """How long an operation takes; ``mode``: what its unit keeps for its backward."""
         numel = self._units[op.unit].layout.numel if op.unit else 0
         machine, work = self.machine, self.workload
-        memory = numel / machine.gpu_memory_rate
+        updating = numel / (_ADAMW_SHARE * machine.adamw_rate)
         match op.kind:
             case "FETCH":
                 return LAUNCH + numel * work.compute_bytes / machine.h2d_rate
@@ -212,13 +213,13 @@ class Costs:
                 entries = work.timed_tokens * self.model.vocabulary * _LOSS_ENTRY_BYTES / machine.gpu_memory_rate
                 return LAUNCH * work.micro_batches + 3 * self._forward[op.unit] + entries + numel * self._summing(op)
             case "UPDATE" if op.lane == "compute":
-                return LAUNCH + memory * _UPDATE_BYTES
+                return LAUNCH + numel * _UPDATE_BYTES / (_UPDATE_SHARE * machine.gpu_memory_rate)
             case "UPDATE" | "APPLY":
-                return LAUNCH + numel / machine.adamw_rate
+                return LAUNCH + updating
             case "SPECULATE":
-                return LAUNCH + machine.speculation_cost * numel / machine.adamw_rate
+                return LAUNCH + machine.speculation_cost * updating
             case "RESOLVE":
-                return LAUNCH + _RESOLVE * numel / machine.adamw_rate
+                return LAUNCH + _RESOLVE * updating
             case _:
                 return LAUNCH
 
@@ -294,11 +295,12 @@ class Costs:
         return max(again + token * most, token * (passing + model.width) + gradients)
 
     def tuning_bytes(self) -> int:
-        """Host bytes that are pinned for a while as the compiler times its kernels for a GPU: of what one changes in
-        place it keeps a copy, of which PyTorch's allocator makes a power of two, and takes blocks of one size again.
+        """Host bytes that are pinned for a while as the compiler times its kernels for a GPU, which copies what they
+        change. Each copy is rounded up to a power of two; copies of one rounded size share a block, others add up.
 
-        Those are taken to be the gated product; with experts also all rows that go in and come out, and gate and up in
-        one; without fused attention the weights of every pair of tokens, with a sink and without.
+        Changed are taken to be (fitted, sequences of 1024) the gated product; with experts also all rows that go in and
+        come out, and gate and up in one; without fused attention the weights of every pair of tokens, with a sink and
+        without.
         """
         work, model = self.workload, self.model
         if self.machine.unified or not work.compiled:

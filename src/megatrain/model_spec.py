@@ -87,6 +87,22 @@ class ModelSpec:
             return 2.0 * self.width * self.vocabulary
         return 2.0 * sum(self._active(p) for p in unit.layout.parameters if _multiplies(p))
 
+    def matrix_elements(self, unit: UnitShape) -> int:
+        """Of all matrices that a unit multiplies by; the head's is the embedding's when tied."""
+        if unit is self.units[0]:
+            return 0
+        if unit is self.units[-1]:
+            return self.width * self.vocabulary
+        return sum(p.numel for p in unit.layout.parameters if _multiplies(p))
+
+    def inner_elements(self, unit: UnitShape) -> int:
+        """Terms of an output's sum, over all products of a unit; those of all experts are one product."""
+        if unit is self.units[0]:
+            return 0
+        if unit is self.units[-1]:
+            return self.width
+        return sum(p.shape[-1] for p in unit.layout.parameters if _multiplies(p))
+
     def attention_flops(self, seq_len: float) -> float:
         """Forward FLOPs per token of one layer's attention products in a sequence of ``seq_len``, causal."""
         return 2.0 * (seq_len + 1) * self.heads * self.head_dim
@@ -99,8 +115,9 @@ class ModelSpec:
     def passed_elements(self, unit: UnitShape) -> int:
         """Per token, the elements that a compiled layer's forward reads and writes between its products.
 
-        Norms and residual sums, rotation of queries and keys, the gated product; rows of experts as they are gathered
-        (read, written, read), their outputs as they are weighted (2) and summed.
+        Norms and residual sums, rotation of queries and keys (with their own norms, where they have any), the gated
+        product; rows of experts as they are gathered (read, written, read), their outputs as they are weighted (2) and
+        summed. A layer that is not compiled has more passes.
         """
         return 9 * self.width + 2 * self.rotated_elements + 3 * self.intermediate + 6 * self.routed_elements(unit)
 

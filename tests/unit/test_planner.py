@@ -46,17 +46,32 @@ def test_predictions_against_what_was_measured(monkeypatch: pytest.MonkeyPatch) 
         assert process is None or process <= found.process <= max(1.06 * process, process + 0.25), told
 
 
-def test_sums_of_gradients_cost_the_same_in_either_order() -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_sums_of_gradients_cost_the_same_in_either_order(dtype: str) -> None:
     """Layer-major, one operation stands for all micro-batches; the other way each adds its own, and the last rounds."""
-    spec, where = model("qwen2.5-7b"), machine("h200-128gb")
-    together = Workload(rows=8, seq_len=1024, micro_rows=2)
-    each = Workload(rows=2, seq_len=1024, micro_rows=2)
-    sums = Costs(spec, where, together, 1 << 33)._summing(Op(kind="BACKWARD", lane="compute"))
-    ops = [Op(kind="BACKWARD", lane="compute", first=m == 0, last=m == 3) for m in range(4)]
-    assert sum(Costs(spec, where, each, 1 << 33)._summing(op) for op in ops) == pytest.approx(sums)
-    # One micro-batch is summed nowhere: written and copied in BF16, and read for its norm.
-    alone = Op(kind="BACKWARD", lane="compute")
-    assert Costs(spec, where, each, 1 << 33)._summing(alone) == pytest.approx(6 / where.gpu_memory_rate)
+    where, leaves = machine("h200-128gb"), {"bfloat16": 2, "float32": 4}[dtype]
+
+    def seconds(rows: int, *ends: tuple[bool, bool]) -> float:
+        work = Workload(rows=rows, seq_len=1024, micro_rows=2, gradient_dtype=dtype)
+        costs = Costs(model("qwen2.5-7b"), where, work, 1 << 33)
+        ops = [Op(kind="BACKWARD", lane="compute", first=first, last=last) for first, last in ends]
+        return sum(costs._summing(op) for op in ops) * where.gpu_memory_rate
+
+    each = [(True, False), (False, False), (False, False), (False, True)]
+    rounded = 0 if dtype == "float32" else 4 + leaves
+    assert seconds(8, (True, True)) == pytest.approx(4 * 2 + 4 + 3 * 8 + rounded + leaves)
+    assert seconds(2, *each) == pytest.approx(seconds(8, (True, True)))
+    assert seconds(2, (True, True)) == pytest.approx(2 + 2 * leaves), "one micro-batch is summed nowhere"
+
+
+def test_a_micro_batch_takes_the_time_to_read_every_expert() -> None:
+    """However few tokens: of all experts, not of those that one token meets."""
+    spec, where = model("qwen3-30b-a3b"), machine("h200-128gb")
+    layer = spec.units[1]
+    work = Workload(rows=1, seq_len=8, micro_rows=1)
+    costs = Costs(spec, replace(where, product_rate=1e30, attention_rate=1e30), work, 1 << 33)
+    reading = 2 * layer.layout.num_parameters / where.gpu_memory_rate
+    assert costs._forward[layer.name] == pytest.approx(reading, rel=0.01)
 
 
 def test_an_order_by_micro_batches_that_is_set_brings_all_weights_to_the_device() -> None:
