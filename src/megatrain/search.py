@@ -7,17 +7,15 @@ never slower.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from itertools import accumulate, product
-from typing import Any
 
-from megatrain.choices import Choice, Request, given_parts, micro_batch_counts, unit_bytes
+from megatrain.choices import Choice, Choices, Request, is_no_slower, unit_bytes
 from megatrain.costs import Costs, Workload, process_bytes, resident_bytes
 from megatrain.engine._rings import Rings, blocks_of
 from megatrain.engine.peak import planned_peak
-from megatrain.engine.placement import Mode, check_order, last_units
+from megatrain.engine.placement import Mode, last_units
 from megatrain.engine.program import Builder, Op, Policy, UnitSpec
 from megatrain.engine.simulate import Timeline, Waiting, derive, simulate
 from megatrain.machines import MachineSpec
@@ -83,18 +81,14 @@ class Search:
         self._compute_seconds = cache(self._make_compute_seconds)
         self._update_seconds = cache(self._make_update_seconds)
         self._derived: dict[Choice, list[Waiting]] = {}
-        sizes = unit_bytes(model, request)
-        self._given = given_parts(model, request, sizes)
-        self._early = last_units("optim.speculated", request.speculated, sizes["states"])
-        if self._given.get("major") and "weights" in self._given:
-            resident = max(*self._values["states"], self._given["weights"])
-            check_order("micro_batch", [unit.name for unit in model.units[resident:]])
+        self.choices = Choices(model, request, unified=machine.unified)
+        self._early = last_units("optim.speculated", request.speculated, unit_bytes(model, request)["states"])
 
     def best(self, others: int = 0) -> list[Candidate]:
         """The fastest candidate that fits and so many ``others``, fastest first; empty when none fits."""
         found: dict[Choice, Candidate] = {}  # slots, resident weights and micro-batches alone make no other plan
         ranked: list[Candidate] = []
-        possible = self._groups_with(sorted(self._possible_states))
+        possible = self.choices.groups(sorted(self._possible_states))
         groups = [group for group in possible if self._least_device(group) <= self.device_limit]
         for bound, group in sorted((self._bound(group), group) for group in groups):
             if len(ranked) > others and bound >= ranked[-1].timeline.seconds:
@@ -112,7 +106,7 @@ class Search:
 
     def smallest(self) -> Candidate:
         """The candidate that takes least of the device, whether it fits or not."""
-        choice = min(self._small, key=lambda choice: self.peak(choice)[0])
+        choice = min(self.choices.smallest, key=lambda choice: self.peak(choice)[0])
         peak, where = self.peak(choice)
         return Candidate(choice, self.timeline(choice), self._labels(choice, peak), self.host_bytes(choice), where)
 
@@ -120,96 +114,29 @@ class Search:
         """What is missing, when nothing fits."""
         smallest = self.smallest()
         need = sum(smallest.device_bytes.values())
-        fitting = [choice for choice in self._small if self.peak(choice)[0] <= self.device_limit] or self._small
+        fitting = [choice for choice in self.choices.smallest if self.peak(choice)[0] <= self.device_limit]
+        fitting = fitting or self.choices.smallest
         host = min(self.host_need(choice) for choice in fitting)
         return Shortage(need, max(0, need - self.device_limit), host, max(0, host - self.host_limit), smallest.peak_at)
-
-    @cached_property
-    def _small(self) -> list[Choice]:
-        """The choices that keep as little and split the step as far as they can."""
-        most = max(group.micro_batches for group in self._groups)
-        split = [group for group in self._groups if group.micro_batches == most]
-        kept = min((group.kept, group.selective) for group in split)
-        least = [group for group in split if (group.kept, group.selective) == kept]
-        return sorted({*least, *(replace(group, host=min(self._values["host"])) for group in least)})
-
-    @cached_property
-    def _values(self) -> dict[str, list[Any]]:
-        """What each part of a choice may be. Where device and host are one memory, nothing is gained by moving."""
-        units, layers = len(self.model.units), self.model.layers
-        one = self.machine.unified
-        values: dict[str, list[Any]] = {
-            "slots": [1, 2] if one else [1, 2, 3, 4],
-            "states": [0] if one else _steps(units, 10),
-            "weights": [0] if one else _steps(units, 4),
-            "kept": _steps(layers, 8),
-            "micro_batches": micro_batch_counts(self.request.rows),
-            "every": [1, 2, 4],
-            "host": [False] if one else [False, True],
-            "major": [False] if one else [False, True],
-            "selective": [0, layers] if self._fused else [0],
-        }
-        return values | {name: [value] for name, value in self._given.items()}
-
-    @property
-    def _fused(self) -> bool:
-        """Whether one kernel computes attention. GPUs have none in FP32 for heads that share keys."""
-        grouped = self.model.key_value_heads < self.model.heads
-        if grouped and self.request.compute_dtype == "float32" and not self.machine.unified:
-            return False
-        return self.request.selective and self.model.fused_attention
 
     @cached_property
     def _possible_states(self) -> set[int]:
         """How many units may have their state on the device, were there nothing but state, slots and gradients."""
         possible = set()
-        for states in self._values["states"]:
-            labels = self._fixed_labels(min(self._values["slots"]), states, min(self._values["weights"]), False)
+        for states in self.choices.values["states"]:
+            labels = self._fixed_labels(
+                min(self.choices.values["slots"]), states, min(self.choices.values["weights"]), False
+            )
             device, host = labels.total(), sum(self._host_labels(states, False, 0).values())
             if device <= self.device_limit and host + device * self.machine.unified <= self.host_limit:
                 possible.add(states)
         return possible
 
-    @cached_property
-    def _groups(self) -> list[Choice]:
-        return self._groups_with(self._values["states"])
-
-    def _groups_with(self, number_of_states: Sequence[int]) -> list[Choice]:
-        """What differs in more than slots, resident weights and where boundaries wait: those that need least memory."""
-        values, units, layers = self._values, len(self.model.units), self.model.layers
-        modes = {"auto": (False, True), "deferred": (False,), "speculative": (True,)}[self.request.clipping]
-        if self.request.passing_gradients:
-            modes = (False,)
-        wide = {0, layers // 2, layers, *(self._values["kept"] if "kept" in self._given else ())}
-        names = ("kept", "micro_batches", "every", "major", "selective")
-        slots, groups = min(values["slots"]), []
-        for kept, micros, every, major, selective in product(*(values[name] for name in names)):
-            if kept + selective > layers:
-                selective = layers - kept  # all that is left
-                if not selective:
-                    continue
-            # Blocks are for memory that is too small to keep more than their inputs.
-            if every > 1 and kept + selective and not {"every", "kept"} <= self._given.keys():
-                continue
-            # Micro-batch-major is for keeping the activations of one micro-batch of several.
-            if major and "major" not in self._given and (micros == 1 or every > 1 or kept not in wide):
-                continue
-            weights = units if major and "weights" not in self._given else min(values["weights"])
-            host = max(values["host"]) and ("host" in self._given or not major)
-            for states in number_of_states:
-                if major and max(states, weights) < units:
-                    continue  # weights that stream
-                for speculative in modes[:1] if states == units else modes:  # no host update: nothing to speculate
-                    groups.append(
-                        Choice(slots, states, kept, micros, speculative, weights, every, host, major, selective)
-                    )
-        return groups
-
     def _may_fit(self, group: Choice) -> bool:
         """Whether any choice of a group could fit; quick to tell where none does."""
         if self._least_device(group) > self.device_limit:
             return False
-        places = {group.host, min(self._values["host"])}
+        places = {group.host, min(self.choices.values["host"])}
         return any(self._fits(replace(group, host=host)) for host in places)
 
     def _fits(self, choice: Choice) -> bool:
@@ -217,22 +144,11 @@ class Search:
             return False
         return self.host_need(choice) <= self.host_limit
 
-    def _variants(self, group: Choice) -> Iterator[Choice]:
-        """The choices of a group, those before others that are never faster."""
-        values = self._values
-        hosts = sorted({group.host, min(values["host"])})
-        slots, weights = sorted(values["slots"], reverse=True), sorted(values["weights"], reverse=True)
-        if group.major or group.states == len(self.model.units):
-            slots, weights = [group.slots], [group.weights]
-        for host, number, resident in product(hosts, slots, weights):
-            if resident > group.states or resident == weights[-1]:
-                yield replace(group, host=host, slots=number, weights=resident)
-
     def _fastest(self, group: Choice) -> Candidate | None:
         """The fastest of a group that fits: more slots, more resident weights and fewer copies are never slower."""
         found: list[Candidate] = []
-        for choice in self._variants(group):
-            if any(_is_no_slower(other.choice, choice) for other in found):
+        for choice in self.choices.variants(group):
+            if any(is_no_slower(other.choice, choice) for other in found):
                 continue
             candidate = self._candidate(choice)
             if candidate is not None:
@@ -242,8 +158,8 @@ class Search:
     def _frugal(self, candidate: Candidate) -> Candidate:
         """The same at the same speed without resident weights, or with fewer slots, where these gain nothing."""
         choice = candidate.choice
-        slots = [n for n in sorted(self._values["slots"]) if n <= choice.slots and not choice.major]
-        for weights, number in product(sorted({min(self._values["weights"]), choice.weights}), slots):
+        slots = [n for n in sorted(self.choices.values["slots"]) if n <= choice.slots and not choice.major]
+        for weights, number in product(sorted({min(self.choices.values["weights"]), choice.weights}), slots):
             less = replace(choice, slots=number, weights=weights)
             if less != choice and self.timeline(less).seconds <= candidate.timeline.seconds * _SAME:
                 return self._candidate(less) or candidate
@@ -329,7 +245,7 @@ class Search:
     def _make_costs(self, micro_batches: int, major: bool) -> Costs:
         """Costs of the step in so many micro-batches, or of one of them where each passes through the whole model."""
         request = self.request
-        rows = self._given.get("micro_rows", -(-request.rows // micro_batches))
+        rows = self.choices.given.get("micro_rows", -(-request.rows // micro_batches))
         mean = request.mean_tokens.get(rows)
         work = Workload(
             rows=rows if major else request.rows,
@@ -340,7 +256,7 @@ class Search:
             mean_tokens=mean / micro_batches if mean and major else mean,
             compiled=request.compiled,
             passing_gradients=request.passing_gradients,
-            fused_attention=self._fused,
+            fused_attention=self.choices.fused,
         )
         device = self.machine.gpu_memory
         loss_memory = request.loss_memory or min(device, request.device_memory or device)
@@ -484,15 +400,5 @@ def _step(units: tuple[UnitSpec, ...], slots: int, policy: Policy, micro_batches
     return Builder(units, slots, policy).training_step(micro_batches)
 
 
-def _steps(total: int, parts: int) -> list[int]:
-    """Counts from 0 to ``total``: the first few, and even shares."""
-    return sorted({n for n in (0, 1, 2, 3, 5, 8) if n <= total} | {total * i // parts for i in range(parts + 1)})
-
-
 def _limit(machine: int, asked: int | None, margin: float) -> int:
     return int((machine if asked is None else min(machine, asked)) * (1 - margin))
-
-
-def _is_no_slower(one: Choice, other: Choice) -> bool:
-    """Whether one of two choices of a group waits for no more copies than the other."""
-    return one.slots >= other.slots and one.weights >= other.weights and one.host <= other.host

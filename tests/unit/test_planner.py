@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain.choices import Choice, Request
+from megatrain.choices import Choice, Request, is_no_slower
 from megatrain.costs import Costs, Workload
 from megatrain.engine.placement import activation_modes, resident_units
 from megatrain.engine.program import Op
@@ -21,7 +21,7 @@ from megatrain.machines import MachineSpec, known_machines, load_machine
 from megatrain.model_spec import ModelSpec, known_models, load_model_spec
 from megatrain.plan_report import report
 from megatrain.planner import Plan, _activations, plan
-from megatrain.search import Search, _is_no_slower
+from megatrain.search import Search
 
 GIB = 2**30
 model = cache(load_model_spec)
@@ -195,9 +195,9 @@ def test_more_memory_is_never_slower(name: str, small: MachineSpec, request: Req
 def test_quick_bounds_are_bounds(name: str, request: Request, host: MachineSpec, random: object) -> None:
     """What the search passes over by its bounds could not have been the answer."""
     search = Search(model(name), host, request)
-    groups = random.sample(search._groups, min(6, len(search._groups)))  # type: ignore[attr-defined]
+    groups = random.sample(search.choices.all_groups, min(6, len(search.choices.all_groups)))  # type: ignore[attr-defined]
     for group in groups:
-        for choice in random.sample(variants := list(search._variants(group)), min(2, len(variants))):  # type: ignore[attr-defined]
+        for choice in random.sample(variants := list(search.choices.variants(group)), min(2, len(variants))):  # type: ignore[attr-defined]
             assert search._bound(group) <= search.timeline(choice).seconds * (1 + 1e-9)
             assert search._least_device(group) <= search._least_device(choice) <= search.peak(choice)[0]
             assert search._may_fit(group) or search._candidate(choice) is None
@@ -205,7 +205,7 @@ def test_quick_bounds_are_bounds(name: str, request: Request, host: MachineSpec,
 
 def test_a_group_is_looked_at_where_boundaries_fit_the_device_alone() -> None:
     search = Search(model("smollm2-135m"), machine("rtx4090-128gb"), Request(rows=8, seq_len=1024))
-    moved = next(group for group in search._groups if group.host and group.kept == 0 == group.selective)
+    moved = next(group for group in search.choices.all_groups if group.host and group.kept == 0 == group.selective)
     stays = replace(moved, host=False)
     search.host_limit = search.host_need(stays)
     assert search._candidate(moved) is None
@@ -220,10 +220,10 @@ def test_within_a_group_more_on_the_device_is_never_slower(
 ) -> None:
     """So the search simulates only the choices that no other one covers."""
     search = Search(model(name), host, request)
-    variants = list(search._variants(random.choice(search._groups)))  # type: ignore[attr-defined]
+    variants = list(search.choices.variants(random.choice(search.choices.all_groups)))  # type: ignore[attr-defined]
     for _ in range(min(6, len(variants) - 1)):
         one, other = random.sample(variants, 2)  # type: ignore[attr-defined]
-        if _is_no_slower(one, other):
+        if is_no_slower(one, other):
             assert search.timeline(one).seconds <= search.timeline(other).seconds * (1 + 1e-9)
 
 
@@ -243,7 +243,7 @@ def test_selective_saves_attention_for_little_memory() -> None:
     assert search.best()[0].choice.selective > 0
     for changes in ({"selective": False}, {"compute_dtype": "float32"}):
         without = Search(spec, machine("h200-128gb"), replace(search.request, **changes))  # type: ignore[arg-type]
-        assert not any(group.selective for group in without._groups)
+        assert not any(group.selective for group in without.choices.all_groups)
 
 
 @pytest.mark.parametrize(
