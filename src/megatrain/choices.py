@@ -169,9 +169,11 @@ def _steps(total: int, parts: int) -> list[int]:
 
 
 def micro_batch_counts(rows: int) -> list[int]:
-    """How many equal micro-batches a step of ``rows`` may have: powers of two, or of that many rows."""
-    halves = [2**i for i in range(rows.bit_length()) if rows % 2**i == 0]
-    return sorted({*halves, *(rows // half for half in halves)})
+    """How many micro-batches a step of ``rows`` may have: equal ones, a power of two or of that many rows, and those of
+    a power of two of rows of which the last is smaller."""
+    powers = [2**i for i in range(rows.bit_length())]
+    halves = [power for power in powers if rows % power == 0]
+    return sorted({*halves, *(-(-rows // power) for power in powers)})
 
 
 def unit_bytes(model: ModelSpec, request: Request) -> dict[str, dict[str, int]]:

@@ -44,6 +44,8 @@ class _Group(TyperGroup):
         self.format_options(ctx, formatter)
 
 
+_MOST_TOKENS = 10**15  # of a planned step
+
 app = typer.Typer(
     cls=_Group,
     add_completion=False,
@@ -173,8 +175,12 @@ def plan(
     words: Annotated[list[str] | None, typer.Argument(metavar="[FILE] [key=value ...]", show_default=False)] = None,
     model: Annotated[str | None, typer.Option(help="A config.json, a model's folder, or a known name.")] = None,
     machine: Annotated[str | None, typer.Option(help="A known machine, or a file. Default: this one.")] = None,
-    tokens_per_step: Annotated[int | None, typer.Option(min=1, help="Default: train.batch_size sequences.")] = None,
-    seq_len: Annotated[int | None, typer.Option(min=1, help="Default: data.max_seq_len, or 4096.")] = None,
+    tokens_per_step: Annotated[
+        int | None, typer.Option(min=1, max=_MOST_TOKENS, help="Default: train.batch_size sequences.")
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(min=1, max=_MOST_TOKENS, help="Default: data.max_seq_len, or 4096.")
+    ] = None,
     gradients: Annotated[
         str, typer.Option(help="kept, or passing: 12 bytes a parameter instead of 14, no clipping.")
     ] = "kept",
@@ -207,7 +213,9 @@ def plan(
         where = load_machine(machine) if machine else this_machine(probe(), device)
         request = make_request(config, where, tokens_per_step, seq_len, gradients)
         notice = partial(print, file=sys.stderr, flush=True)
-        asked_by: AskedBy = "plan options" if config is None else "plan file"
+        asked_by: AskedBy = "plan options"
+        if config:
+            asked_by = "plan file" if tokens_per_step is None and seq_len is None else "plan file and step"
         found = make_plan(load_model_spec(name, notice), where, request, asked_by=asked_by)
         lines = list(report(found, tokens))
         if timeline:

@@ -155,26 +155,33 @@ class Costs:
 
     @cached_property
     def _forward(self) -> dict[str, float]:
-        """Seconds of a unit's forward over all tokens: products, of which a micro-batch takes at least the time to read
-        the weights; and in layers attention, and passes over what is between the products."""
-        machine, work, model = self.machine, self.workload, self.model
-        micros, item = work.micro_batches, work.compute_bytes
-        each: dict[str, float] = {}
-        for unit in model.units:
-            idle = 0 if machine.unified else 2 * model.inner_elements(unit) * _IDLE_OUTPUTS
-            products = work.timed_tokens * model.matrix_flops(unit) + idle * micros
-            reading = micros * model.matrix_elements(unit) * item / machine.gpu_memory_rate
-            each[unit.name] = max(products / self._product_rate, reading)
-            if unit.structure >= 0:
-                passed = work.timed_tokens * model.passed_elements(unit) * item
-                each[unit.name] += self._attention + passed / (_PASS_SHARE * machine.gpu_memory_rate)
-        return each
+        return {unit.name: self._forward_seconds(unit, last=True) for unit in self.model.units}
 
     @cached_property
-    def _last_product(self) -> float:
-        """Seconds of a layer's last product over all tokens, which a compiled backward does not compute again: only the
-        layer's output needs it."""
-        return self.workload.timed_tokens * self.model.last_product_flops / self._product_rate
+    def _again(self) -> dict[str, float]:
+        """Seconds of what backward computes again of a unit's forward: where it is compiled, without a layer's last
+        product, of which only the layer's output needs the result."""
+        return {
+            unit.name: self._forward_seconds(unit, last=not self.workload.compiled or unit.structure < 0)
+            for unit in self.model.units
+        }
+
+    def _forward_seconds(self, unit: UnitShape, *, last: bool) -> float:
+        """A unit's forward over all tokens, with a layer's ``last`` product: products, of which a micro-batch takes at
+        least the time to read the weights; and in layers attention, and passes over what is between the products."""
+        machine, work, model = self.machine, self.workload, self.model
+        micros, item = work.micro_batches, work.compute_bytes
+        idle = 0 if machine.unified else 2 * model.inner_elements(unit) * _IDLE_OUTPUTS
+        products = work.timed_tokens * model.matrix_flops(unit) + idle * micros
+        read: float = model.matrix_elements(unit)
+        if not last:
+            products -= work.timed_tokens * model.last_product_flops
+            read -= model.last_product_flops / 2
+        seconds = max(products / self._product_rate, micros * read * item / machine.gpu_memory_rate)
+        if unit.structure < 0:
+            return seconds
+        passed = work.timed_tokens * model.passed_elements(unit) * item
+        return seconds + self._attention + passed / (_PASS_SHARE * machine.gpu_memory_rate)
 
     def _summing(self, op: Op) -> float:
         """Seconds per parameter to sum a gradient: written for the first micro-batch, added for others, and after the
@@ -205,13 +212,13 @@ class Costs:
                 return self._launch * work.micro_batches + self._forward[op.unit]
             case "BACKWARD":
                 forward, sums = self._forward[op.unit], numel * self._summing(op)
-                again = {"keep": 0.0, "selective": forward - self._attention, "recompute": forward}[mode]
-                if mode != "keep" and work.compiled and self._units[op.unit].structure >= 0:
-                    again -= self._last_product
+                whole = self._again[op.unit]
+                again = {"keep": 0.0, "selective": whole - self._attention, "recompute": whole}[mode]
                 return self._launch * work.micro_batches + 2 * forward + again + sums
             case "LOSS":
+                summed = sum(self._units[unit].layout.numel for unit in op.gradients) or numel  # a tied head: two
                 entries = work.timed_tokens * self.model.vocabulary * _LOSS_ENTRY_BYTES / machine.gpu_memory_rate
-                return LAUNCH * work.micro_batches + 3 * self._forward[op.unit] + entries + numel * self._summing(op)
+                return LAUNCH * work.micro_batches + 3 * self._forward[op.unit] + entries + summed * self._summing(op)
             case "UPDATE" if op.lane == "compute":
                 return LAUNCH + numel * _UPDATE_BYTES / (_UPDATE_SHARE * machine.gpu_memory_rate)
             case "UPDATE" | "APPLY":

@@ -29,6 +29,8 @@ _SIZES = {
 }
 _DERIVED = ("intermediate", "key_value_heads", "head_dim", "tied", "experts", "experts_per_token", "fused_attention")
 
+_AFTER_LAST_PRODUCT = ("post_feedforward", "post_mlp")  # in the names of norms
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitShape:
@@ -101,7 +103,13 @@ class ModelSpec:
             return 0
         if unit is self.units[-1]:
             return self.width
-        return sum(p.shape[-1] for p in unit.layout.parameters if _multiplies(p))
+        return sum(self._inner(p) for p in unit.layout.parameters if _multiplies(p))
+
+    def _inner(self, parameter: Parameter) -> int:
+        if not _of_experts(parameter):
+            return parameter.shape[-1]
+        down = "down" in parameter.local  # of the others either matrix axis may be the model's width
+        return parameter.shape[-1] * parameter.shape[-2] // self.width if down else self.width
 
     def attention_flops(self, seq_len: float) -> float:
         """Forward FLOPs per token of one layer's attention products in a sequence of ``seq_len``, causal."""
@@ -119,12 +127,16 @@ class ModelSpec:
         product; rows of experts as they are gathered (read, written, read), their outputs as they are weighted (2) and
         summed. A layer that is not compiled has more passes.
         """
-        return 9 * self.width + 2 * self.rotated_elements + 3 * self.intermediate + 6 * self.routed_elements(unit)
+        norms = sum(p.shape == (self.width,) and "norm" in p.local for p in unit.layout.parameters)
+        between = 5 * self.width + 2 * norms * self.width  # with the usual two norms nine widths
+        return between + 2 * self.rotated_elements + 3 * self.intermediate + 6 * self.routed_elements(unit)
 
     @property
     def last_product_flops(self) -> float:
-        """Forward FLOPs per token of a layer's last product; 0 with experts: the router's gradient needs theirs."""
-        return 0.0 if self.experts else 2.0 * self.intermediate * self.width
+        """Forward FLOPs per token of a layer's last product; 0 where a gradient needs its result: with experts the
+        router's, and that of a norm behind it."""
+        behind = any(place in p.local for p in self.units[1].layout.parameters for place in _AFTER_LAST_PRODUCT)
+        return 0.0 if self.experts or behind else 2.0 * self.intermediate * self.width
 
     def flops_per_token(self, seq_len: int) -> float:
         """FLOPs of forward and backward, without recompute."""
@@ -206,7 +218,7 @@ def spec_data(config: dict[str, Any]) -> dict[str, Any]:
     kind = config.get("model_type")
     try:
         built = AutoConfig.for_model(**config)
-    except (ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # of many kinds, and whatever they are, the config is to blame
         raise UserError(f"model: config.json: model_type {kind!r}: {' '.join(str(error).split())[:200]}") from None
     fused = supports_sdpa(built)
     attention = "sdpa" if fused else "eager"
@@ -276,7 +288,7 @@ def _prefix(layout: Layout) -> str:
 def _read(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(
             f"model: {file}: cannot be read as JSON ({error})\n  fix:   correct or fetch it again"
         ) from None
@@ -291,7 +303,7 @@ def _of_config(config: dict[str, Any], name: str, file: Path, notice: Callable[[
     cached = cache_folder("models") / f"{key}.json"
     try:
         return spec_from_data(name, json.loads(cached.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError):  # not there, or damaged: make it again
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # not there, or damaged: make it again
         pass
     notice(f"model   building {file} without weights, once (transformers {version})")
     data = spec_data(config)

@@ -20,7 +20,7 @@ from megatrain.machines import MachineSpec, known_machines, load_machine
 from megatrain.model_spec import ModelSpec, known_models, load_model_spec
 from megatrain.search import DEVICE_MARGIN, HOST_MARGIN, Candidate, Search
 
-AskedBy = Literal["train", "plan file", "plan options"]
+AskedBy = Literal["train", "plan file", "plan file and step", "plan options"]
 """What can be changed where nothing fits: a run's options, which name neither machine nor model; those and the options
 of ``megatrain plan``; these alone."""
 
@@ -248,11 +248,13 @@ def _ways_out(model: ModelSpec, machine: MachineSpec, request: Request, asked_by
                 yield _way(text, found[0], changed)
                 break
     unlimited = replace(request, device_memory=None, host_memory=None)
+    limits = [name for name in ("device_memory", "host_memory") if getattr(request, name) is not None]
+    lifted = "".join(f" placement.{name}=null" for name in limits)
     for other in _larger_machines(machine):
         found = Search(model, other, unlimited).best()
         if found:
             yield _way(
-                f"another machine: {other.name}" if asked_by == "train" else f"--machine {other.name}",
+                f"another machine: {other.name}" if asked_by == "train" else f"--machine {other.name}{lifted}",
                 found[0],
                 request,
             )
@@ -275,7 +277,9 @@ def _changes(request: Request, machine: MachineSpec, asked_by: AskedBy) -> Itera
         freed.append((" ".join(f"{name}=auto" for name in request.fixed), replace(request, fixed={})))
     yield freed
     if request.compute_dtype == "float32":
-        yield [("compute.dtype=bfloat16", replace(request, compute_dtype="bfloat16", gradient_dtype=None))]
+        gradients = "bfloat16" if request.gradient_dtype else None
+        words = "compute.dtype=bfloat16" + (" compute.gradient_dtype=bfloat16" if gradients else "")
+        yield [(words, replace(request, compute_dtype="bfloat16", gradient_dtype=gradients))]
     elif request.gradient_dtype == "float32":
         yield [("compute.gradient_dtype=bfloat16", replace(request, gradient_dtype="bfloat16"))]
     if request.device_memory is not None and request.device_memory < machine.gpu_memory:
@@ -284,7 +288,7 @@ def _changes(request: Request, machine: MachineSpec, asked_by: AskedBy) -> Itera
         yield [(f"placement.host_memory={machine.host_memory >> 20}MiB", replace(request, host_memory=None))]
     fewer = [replace(request, rows=request.rows >> i) for i in range(1, request.rows.bit_length())]
     shorter = [replace(request, seq_len=request.seq_len >> i) for i in range(1, request.seq_len.bit_length())]
-    if asked_by != "plan options":
+    if asked_by in ("train", "plan file"):
         yield [(f"train.batch_size={r.rows}", r) for r in fewer]
         yield [(f"data.max_seq_len={r.seq_len}", r) for r in shorter if r.seq_len >= _SHORTEST]
     else:

@@ -61,7 +61,12 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         ({"adamw_rate": None}, r"figures\.adamw_rate: must be"),
         ({"adamw_rate": 4e9}, r"figures\.adamw_rate: must be"),
         ({"adamw_rate": {"value": 4e9}}, r"figures\.adamw_rate: must be"),
-        ({"adamw_rate": {"value": -1, "source": "x"}}, r"figures\.adamw_rate: -1 is not a number above 0"),
+        ({"adamw_rate": {"value": -1, "source": "x"}}, r"figures\.adamw_rate: -1 is not a number from 1 to"),
+        ({"adamw_rate": {"value": 10**400, "source": "x"}}, r"figures\.adamw_rate: 10+ is not a number from 1 to"),
+        (
+            {"speculation_cost": {"value": 0.5, "source": "x"}},
+            r"figures\.speculation_cost: 0\.5 is not a number from 1",
+        ),
         ({"adamw_rate": {"value": float("nan"), "source": "x"}}, r"figures\.adamw_rate: nan"),
         ({"adam": {"value": 1, "source": "x"}}, r"figures\.adam is unknown\n.*adamw_rate"),
     ],
@@ -71,7 +76,18 @@ def test_a_wrong_figure_is_named(tmp_path: Path, change: dict[str, Any], message
         load_machine(written(tmp_path, change))
 
 
-@pytest.mark.parametrize("text", ["no json", "[]", "{}"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [('{"unified": "true"}', "unified: 'true' is neither true nor false"), ('{"figure": 1}', "figure is unknown")],
+)
+def test_parts_of_a_file_are_checked(tmp_path: Path, text: str, message: str) -> None:
+    file = Path(written(tmp_path, {}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | json.loads(text)))
+    with pytest.raises(UserError, match=message):
+        load_machine(str(file))
+
+
+@pytest.mark.parametrize("text", ["no json", "[]", "{}", "[" * 200_000])
 def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "other.json").write_text(text)
     with pytest.raises(UserError, match=r"other\.json.*(not a JSON file|has no object 'figures')"):

@@ -121,7 +121,7 @@ def test_a_damaged_or_outdated_cache_is_made_again(
     tiny_config().save_pretrained(tmp_path)
     first = load_model_spec(str(tmp_path))
     (file,) = cache.iterdir()
-    for damage in ("{", "{}", '{"units": 3}'):
+    for damage in ("{", "{}", '{"units": 3}', '{"structures": []}'):
         file.write_text(damage)
         assert load_model_spec(str(tmp_path)) == first
     monkeypatch.setattr("megatrain.model_spec.metadata.version", lambda name: "99")
@@ -135,6 +135,14 @@ def test_a_damaged_or_outdated_cache_is_made_again(
         ("no json", r"config\.json: cannot be read as JSON"),
         ("[]", "has no model_type"),
         ('{"model_type": "nothing-of-the-kind"}', "nothing-of-the-kind"),
+        ("[" * 200_000, r"config\.json: cannot be read as JSON"),
+        ('{"model_type": "llama", "vocab_size": 0}', r"config\.json: vocab_size: 0 is no whole number"),
+        ('{"model_type": "llama", "hidden_size": -64}', r"config\.json: hidden_size: -64 is no"),
+        ('{"model_type": "llama", "num_hidden_layers": 0}', r"config\.json: num_hidden_layers: 0"),
+        ('{"model_type": "llama", "hidden_size": "256"}', "hidden_size"),
+        ('{"model_type": "llama", "num_key_value_heads": 3}', r"num_key_value_heads: 3 does not divide 32"),
+        ('{"model_type": "qwen3_moe", "num_experts_per_tok": 0}', r"num_experts_per_tok: 0 is not between 1 and all"),
+        ('{"model_type": "mixtral", "num_experts_per_tok": 9}', r"num_experts_per_tok: 9 is not between 1 and all 8"),
     ],
 )
 def test_a_config_that_cannot_be_planned(tmp_path: Path, text: str, message: str) -> None:

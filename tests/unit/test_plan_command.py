@@ -105,17 +105,28 @@ def test_without_a_machine_it_is_this_one(monkeypatch: pytest.MonkeyPatch) -> No
     assert found["device_limit"] == int(0.95 * (20 << 30))
 
 
-@pytest.mark.parametrize("with_file", [False, True])
-def test_a_way_out_can_be_pasted(tmp_path: Path, with_file: bool) -> None:
-    if with_file:
-        file = run_file(tmp_path, "train: {batch_size: 4}")
-        words: tuple[str, ...] = ("plan", file, "--model", "qwen2.5-7b", "data.max_seq_len=65536")
-    else:
-        words = ("plan", "--model", "qwen2.5-7b", "--tokens-per-step", "262144", "--seq-len", "65536")
+LONG = ("--tokens-per-step", "262144", "--seq-len", "65536")
+SMALL = ("placement.device_memory=10GiB", "placement.host_memory=90GiB", "train.batch_size=16", "data.max_seq_len=1024")
+FP32 = ("compute.dtype=float32", "compute.gradient_dtype=float32")
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        (False, LONG),
+        (True, ("data.max_seq_len=65536", "train.batch_size=4")),
+        (True, LONG),
+        (True, ("train.batch_size=4", "--seq-len", "65536")),
+        (True, ("placement.device_memory=20GiB", "placement.host_memory=10GiB", "train.batch_size=16")),
+        (True, (*SMALL, *FP32)),
+    ],
+)
+def test_a_way_out_can_be_pasted(tmp_path: Path, file: bool, words: tuple[str, ...]) -> None:
+    words = ("plan", *([run_file(tmp_path)] if file else []), "--model", "qwen2.5-7b", *words)
     refused = megatrain(*words, "--machine", "rtx4090-128gb")
     assert refused.exit_code == 2
-    assert re.search(r"missing: [\d.]+ GiB of GPU memory \(\d+ bytes\)", refused.stderr)
-    ways = re.findall(r"fix: +(\S+(?: \S+)*?)  +([\d.]+) s a step", refused.stderr)
+    assert re.search(r"missing: [\d.]+ GiB of (GPU|host) memory \(\d+ bytes\)", refused.stderr)
+    ways = re.findall(r"fix: +(\S+(?: \S+)*?) +([\d.]+) s a step", refused.stderr)
     assert 1 <= len(ways) <= 3
     for way, seconds in ways:
         found = data(*words, "--machine", "rtx4090-128gb", *way.split())

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain.choices import Choice, Request, is_no_slower
+from megatrain.choices import Choice, Request, is_no_slower, micro_batch_counts
 from megatrain.costs import Costs, Workload
 from megatrain.engine.placement import activation_modes, resident_units
 from megatrain.engine.program import Op
 from megatrain.errors import UserError
-from megatrain.layout import slab_bytes
+from megatrain.layout import Parameter, slab_bytes
 from megatrain.machines import MachineSpec, known_machines, load_machine
 from megatrain.model_spec import ModelSpec, known_models, load_model_spec
 from megatrain.plan_report import report
@@ -72,6 +72,46 @@ def test_a_micro_batch_takes_the_time_to_read_every_expert() -> None:
     costs = Costs(spec, replace(where, product_rate=1e30, attention_rate=1e30), work, 1 << 33)
     reading = 2 * layer.layout.num_parameters / where.gpu_memory_rate
     assert costs._forward[layer.name] == pytest.approx(reading, rel=0.01)
+
+
+def test_a_faster_gpu_and_fewer_tokens_never_take_longer() -> None:
+    """Also where reading the weights takes longer than the products, of which backward leaves out the last."""
+    spec, where = model("llama-3.1-8b"), machine("h200-128gb")
+    seconds = []
+    for rate, tokens in [(1, 64), (8, 64), (8, 32), (8, 1)]:
+        work = Workload(rows=1, seq_len=tokens, micro_rows=1)
+        costs = Costs(spec, replace(where, product_rate=rate * where.product_rate), work, 1 << 33)
+        op = Op(kind="BACKWARD", lane="compute", unit=spec.units[1].name)
+        seconds.append(costs.seconds(op, "recompute"))
+    assert seconds == sorted(seconds, reverse=True)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 61, 64, 96, 127])
+def test_every_step_can_be_cut_into_micro_batches_of_a_power_of_two(rows: int) -> None:
+    counts = micro_batch_counts(rows)
+    assert {-(-rows // 2**i) for i in range(rows.bit_length())} <= set(counts)
+    assert {rows // count for count in counts} >= {2**i for i in range(rows.bit_length()) if rows % 2**i == 0}
+    # What is chosen is the rows of a micro-batch, of which there must be as many as were counted.
+    assert all(-(-rows // -(-rows // count)) == count for count in counts)
+
+
+def test_terms_of_a_sum_are_counted_on_whichever_axis_they_are() -> None:
+    """gpt-oss keeps its experts' matrices the other way round."""
+    spec = model("gpt-oss-120b")
+    attention = 3 * spec.width + spec.heads * spec.head_dim
+    assert spec.inner_elements(spec.units[1]) == attention + spec.width + spec.width + 2880  # router, gate and up, down
+
+
+def test_a_norm_behind_the_last_product_needs_it_again() -> None:
+    """As in Gemma 2: its gradient needs the product's result, so a compiled backward computes it once more."""
+    spec = model("qwen3-0.6b")
+    first, layer, *rest = spec.units
+    name = "post_feedforward_layernorm.weight"
+    norm = Parameter(name=name, local=name, shape=(spec.width,), offset=0, numel=spec.width)
+    behind = replace(layer, layout=replace(layer.layout, parameters=(*layer.layout.parameters, norm)))
+    sandwich = replace(spec, units=(first, behind, *rest))
+    assert spec.last_product_flops > sandwich.last_product_flops == 0
+    assert sandwich.passed_elements(behind) == spec.passed_elements(layer) + 2 * spec.width
 
 
 def test_an_order_by_micro_batches_that_is_set_brings_all_weights_to_the_device() -> None:

@@ -64,6 +64,8 @@ class MachineSpec:
 
 _FIGURES = [f.name for f in fields(MachineSpec) if f.name not in ("name", "gpu", "match", "sources", "unified")]
 _FORM = 4  # of a measured file
+_PARTS = {"gpu", "match", "unified", "figures", "lines"}  # of a machine's file
+_MOST = 1e30  # of any figure
 _CPU_NAME = "this machine's CPU"
 _WHOLE = ("gpu_memory", "host_memory", "cores")
 _CORE = {  # rates of one core of a server CPU with AVX2, where nothing was measured
@@ -98,7 +100,7 @@ def load_machine(name_or_file: str) -> MachineSpec:
         )
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(
             f"machine: {file}: not a JSON file ({error})\n  fix:   see docs/planner.md for the form"
         ) from None
@@ -230,7 +232,14 @@ def _spec(data: Any, where: str, name: str) -> MachineSpec:
     whole = {figure: int(values[figure]) for figure in _WHOLE}
     sources = tuple((figure, str(figures[figure]["source"])) for figure in _FIGURES)
     names = {key: str(data.get(key, "")) for key in ("gpu", "match")}
-    unified = data.get("unified") is True
+    unified = data.get("unified", False)
+    if not isinstance(unified, bool):
+        raise UserError(
+            f"machine: {where}: unified: {unified!r} is neither true nor false\n  fix:   correct or remove it"
+        )
+    other = sorted(set(data) - _PARTS)
+    if other:
+        raise UserError(f"machine: {where}: {other[0]} is unknown\n  fix:   the parts are {', '.join(sorted(_PARTS))}")
     return MachineSpec(name=name, **names, sources=sources, unified=unified, **{**values, **whole})  # type: ignore[arg-type]
 
 
@@ -238,6 +247,9 @@ def _value(figure: Any, where: str) -> float:
     if not isinstance(figure, dict) or set(figure) != {"value", "source"}:
         raise UserError(f'{where}: must be {{"value": number, "source": text}}\n  fix:   add or correct the figure')
     value = figure["value"]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        raise UserError(f"{where}: {value!r} is not a number above 0\n  fix:   give it in bytes, bytes/s or FLOP/s")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value <= _MOST:
+        told = f"{value!r}"[:40]
+        raise UserError(
+            f"{where}: {told} is not a number from 1 to {_MOST:.0e}\n  fix:   give it in bytes, bytes/s or FLOP/s"
+        )
     return float(value)

@@ -70,6 +70,23 @@ def check_config(config: PreTrainedConfig, attn_implementation: str) -> None:
             "model: output_router_logits: true asks for the loss that balances experts, which is not computed layer"
             " by layer yet; set it to false in config.json"
         )
+    _check_sizes(config.get_text_config())
+
+
+def _check_sizes(config: PreTrainedConfig) -> None:
+    """Raise `UserError` for sizes that no model has, which transformers would build or stumble over."""
+    for name in ("vocab_size", "hidden_size", "num_attention_heads", "num_hidden_layers"):
+        size = getattr(config, name, 1)
+        if not isinstance(size, int) or size < 1:
+            raise UserError(f"model: config.json: {name}: {size!r} is no whole number of at least 1")
+    heads = getattr(config, "num_attention_heads", 1)
+    shared = getattr(config, "num_key_value_heads", None) or heads
+    if isinstance(shared, int) and heads % shared:
+        raise UserError(f"model: config.json: num_key_value_heads: {shared} does not divide {heads} attention heads")
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    each = getattr(config, "num_experts_per_tok", None)
+    if isinstance(experts, int) and isinstance(each, int) and not 1 <= each <= experts:
+        raise UserError(f"model: config.json: num_experts_per_tok: {each} is not between 1 and all {experts} experts")
 
 
 def build_skeleton(

@@ -266,7 +266,7 @@ class Decoder:
 
     def _require(self, part: Any, what: str) -> Any:
         if part is None:
-            raise self._unsupported(f"it has no {what}")
+            raise self._unsupported(f"it lacks {what}")
         return part
 
     def _unsupported(self, reason: str) -> UserError:
