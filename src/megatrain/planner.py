@@ -250,7 +250,8 @@ def _ways_out(model: ModelSpec, machine: MachineSpec, request: Request, asked_by
     unlimited = replace(request, device_memory=None, host_memory=None)
     limits = [name for name in ("device_memory", "host_memory") if getattr(request, name) is not None]
     lifted = "".join(f" placement.{name}=null" for name in limits)
-    for other in _larger_machines(machine):
+    # What is asked of a CPU (dtype, nothing compiled) is not what would be asked of a GPU.
+    for other in [] if machine.unified else _larger_machines(machine):
         found = Search(model, other, unlimited).best()
         if found:
             yield _way(

@@ -127,6 +127,16 @@ def test_an_order_by_micro_batches_that_is_set_brings_all_weights_to_the_device(
             Search(model("qwen3-0.6b"), where, streams)
 
 
+def test_a_run_on_the_cpu_is_not_sent_to_a_gpu() -> None:
+    """What is asked of it, FP32 with nothing compiled, is not what would be asked there."""
+    here = replace(machine("a100-80gb-256gb"), unified=True, gpu_memory=4 * GIB, host_memory=4 * GIB)
+    request = Request(rows=4, seq_len=256, compute_dtype="float32", compiled=False)
+    with pytest.raises(UserError) as refused:
+        plan(model("qwen3-0.6b"), here, request)
+    assert "fix:" in str(refused.value)
+    assert "--machine" not in str(refused.value)
+
+
 def test_a_way_out_that_another_option_excludes_is_left_out() -> None:
     """Without the states on the device, this order would need the weights there."""
     fixed = {"placement.weights": None, "placement.states": "100%", "compute.order": "micro_batch"}
