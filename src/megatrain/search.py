@@ -122,11 +122,9 @@ class Search:
     @cached_property
     def _possible_states(self) -> set[int]:
         """How many units may have their state on the device, were there nothing but state, slots and gradients."""
-        possible = set()
-        for states in self.choices.values["states"]:
-            labels = self._fixed_labels(
-                min(self.choices.values["slots"]), states, min(self.choices.values["weights"]), False
-            )
+        possible, values = set(), self.choices.values
+        for states in values["states"]:
+            labels = self._fixed_labels(min(values["slots"]), states, min(values["weights"]), False)
             device, host = labels.total(), sum(self._host_labels(states, False, 0).values())
             if device <= self.device_limit and host + device * self.machine.unified <= self.host_limit:
                 possible.add(states)
