@@ -4,7 +4,8 @@
     python benchmarks/predicted.py rows.jsonl --machine doctor.json
 
 Rates are those of ``--machine``, whatever the row was planned with; nothing is measured. Process peaks are the kernel's
-high water mark, compared where the row was its process's first.
+high water mark, compared where the row was its process's first, and where kernels were tuned on the device: rows have
+``pinned_gib`` since then.
 """
 
 from __future__ import annotations
@@ -116,8 +117,9 @@ def line(found: Compared) -> str:
 
 
 def process_peak(row: Row) -> float | None:
-    """GiB that the row's process held at most, where it had one of its own and that was written down."""
-    return row.get("process_gib") if int(_argument(row, "--tokens", "16384")) == row["tokens"] else None
+    """GiB that the row's process held at most, where that may be compared."""
+    first = int(_argument(row, "--tokens", "16384")) == row["tokens"]
+    return row.get("process_gib") if first and "pinned_gib" in row else None
 
 
 def _three(was: float, predicted: float, digits: int) -> tuple[str, str, str]:

@@ -140,6 +140,7 @@ def one_row(
         "device_used_gib": _used_gib(),
         "host_gib": model.memory.host_bytes / 2**30,
         "process_gib": process.measured / 2**30,
+        "pinned_gib": _pinned_gib(),
         "options": plan.options,
         "max_grad_norm": args.max_grad_norm,
         "clip_every": clip_every,
@@ -178,6 +179,11 @@ def _used_gib() -> float | None:
         return None
     free, total = torch.cuda.mem_get_info()
     return (total - free) / 2**30
+
+
+def _pinned_gib() -> float | None:
+    """What PyTorch's own allocator has pinned of the host at most: staging, and copies of the compiler's tuner."""
+    return torch.cuda.host_memory_stats()["allocated_bytes.peak"] / 2**30 if torch.cuda.is_available() else None
 
 
 def built(args: argparse.Namespace, options: dict[str, Any]) -> Model:

@@ -11,7 +11,9 @@ from megatrain.auto import compiles, request_of
 from megatrain.config import RunConfig
 from megatrain.costs import process_bytes, resident_bytes
 from megatrain.datasets import Row
+from megatrain.datasets._batches import Batches
 from megatrain.loggers import Checked
+from megatrain.machine import probe
 from megatrain.machines import known_machines, load_machine
 from megatrain.model_spec import ModelSpec
 from megatrain.results import MemoryReport
@@ -32,24 +34,24 @@ class PlannedMemory(NamedTuple):
     process: int
 
 
-def planned_memory(
-    spec: ModelSpec, config: RunConfig, device: str, dtype: str, largest: tuple[int, int, int]
-) -> PlannedMemory:
+def planned_memory(spec: ModelSpec, config: RunConfig, device: str, dtype: str, batches: Batches) -> PlannedMemory:
     """What a run is planned to take on ``device`` (``cpu``, ``cuda``).
 
-    ``dtype`` is the compute dtype, ``largest`` rows, tokens and micro-batches of the largest step.
+    ``dtype`` is the compute dtype.
     """
-    rows, tokens, micro_batches = largest
+    rows, tokens, micro_batches = batches.largest
     config = replace(config, train=replace(config.train, micro_batch_size=rows))
     request = request_of(
         config,
         rows=rows * micro_batches,
         seq_len=tokens,
+        steps_differ=batches.differ,
         compute_dtype=dtype,
         compiled=compiles(config, device),
     )
     # Bytes that stay are the same on every machine, and in every mode but for marks.
-    search = Search(spec, load_machine(known_machines()[0]), request)
+    where, gpus = load_machine(known_machines()[0]), probe().gpus
+    search = Search(spec, replace(where, gpu_memory=gpus[0].memory) if gpus else where, request)
     choice = search.smallest().choice
     process = search.process_bytes(choice) if device == "cuda" else process_bytes(on_gpu=False)
     return PlannedMemory(dict(search.device_labels(choice)), search.host_bytes(choice), process)

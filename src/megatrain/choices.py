@@ -36,6 +36,8 @@ class Request:
     """Device bytes that chunks of the loss are a share of, where it is not the limit."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Placement options that are set already, by their names in a run's config; the others are chosen."""
+    steps_differ: bool = False
+    """Whether some steps are smaller than the largest."""
     mean_tokens: Mapping[int, float] = field(default_factory=dict)
     """Tokens of a usual step, padding counted, by the rows of a micro-batch; those of the largest where missing."""
 

@@ -77,6 +77,8 @@ class Workload:
     gradient_dtype: str = "bfloat16"
     mean_tokens: float | None = None
     """Tokens of a usual step, padding counted: its times are those of this many; its bytes are those of the largest."""
+    ragged: bool = False
+    """Whether some micro-batches are smaller than the largest."""
     compiled: bool = True
     passing_gradients: bool = False
     """Gradients pass through host memory instead of staying until the norm is known."""
@@ -301,9 +303,11 @@ class Costs:
         most = passing + (_TOGETHER * model.intermediate if work.compiled else 0)
         return max(again + token * most, token * (passing + model.width) + gradients)
 
-    def tuning_bytes(self) -> int:
+    def tuning_bytes(self, room: int) -> int:
         """Host bytes that are pinned for a while as the compiler times its kernels for a GPU, which copies what they
-        change. Each copy is rounded up to a power of two; copies of one rounded size share a block, others add up.
+        change: none where ``room`` bytes of the device hold the copies, unless some micro-batches are smaller, since
+        kernels for those are timed within a step. Each copy is rounded up to a power of two; copies of one rounded size
+        share a block, others add up.
 
         Changed are taken to be (fitted, sequences of 1024) the gated product; with experts also all rows that go in and
         come out, and gate and up in one; without fused attention the weights of every pair of tokens, with a sink and
@@ -317,7 +321,8 @@ class Costs:
             elements |= {2 * model.intermediate, *self._routed.values()} - {0}
         if not work.fused_attention:
             elements |= {model.heads * work.seq_len, model.heads * (work.seq_len + 1)}
-        return sum({1 << (work.micro_tokens * each * work.compute_bytes - 1).bit_length() for each in elements})
+        copies = sum({1 << (work.micro_tokens * each * work.compute_bytes - 1).bit_length() for each in elements})
+        return copies if work.ragged or copies > room else 0
 
     def loss_chunk(self) -> int:
         """Tokens whose logits exist at a time."""

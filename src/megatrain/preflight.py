@@ -19,7 +19,7 @@ from megatrain.checkpoint import latest_complete, read_meta
 from megatrain.choices import Request, micro_batch_counts
 from megatrain.config import RunConfig, parse_bytes
 from megatrain.costs import device_room, process_bytes
-from megatrain.datasets._batches import Batches, mean_padded_tokens
+from megatrain.datasets._batches import Batches, mean_padded_tokens, steps_differ
 from megatrain.datasets._load import Dataset, Progress, load_dataset
 from megatrain.devices import device_name
 from megatrain.devices._host import TOTAL_MEMORY
@@ -221,6 +221,7 @@ def _request(config: RunConfig, data: Dataset, device: str, dtype: str, probed: 
         clipping=_clipping(config),
         compute_dtype=dtype,
         compiled=auto.compiles(config, device),
+        steps_differ=steps_differ(data.rows, rows),
         loss_memory=budget or (probed.gpus[0].memory if device == "cuda" and probed.gpus else TOTAL_MEMORY),
         mean_tokens={size: mean_padded_tokens(lengths, rows, size) for size in sizes},
     )
@@ -276,7 +277,7 @@ def _process_bytes(config: RunConfig, folder: Path, batches: Batches, device: st
     if device != "cuda":
         return process_bytes(on_gpu=False)
     try:
-        return planned_memory(load_model_spec(str(folder)), config, device, dtype, batches.largest).process
+        return planned_memory(load_model_spec(str(folder)), config, device, dtype, batches).process
     except UserError:
         return process_bytes(on_gpu=True)
 

@@ -229,16 +229,22 @@ class Search:
 
     def host_room(self, choice: Choice) -> int:
         """What of `host_limit` is left for `host_bytes`, and for the device where that is the CPU."""
-        return self.host_limit - self._costs_of(choice).tuning_bytes()
+        return self.host_limit - self._tuning_bytes(choice)
 
     def process_bytes(self, choice: Choice) -> int:
         """Host bytes that the process takes at its peak beside those of `host_bytes`."""
-        return self._process + self._costs_of(choice).tuning_bytes()
+        return self._process + self._tuning_bytes(choice)
 
     def host_need(self, choice: Choice) -> int:
         """Host bytes that must fit `host_limit`."""
         shared = resident_bytes(self.peak(choice)[0]) if self.machine.unified else 0
-        return sum(self.host_bytes(choice).values()) + self._costs_of(choice).tuning_bytes() + shared
+        return sum(self.host_bytes(choice).values()) + self._tuning_bytes(choice) + shared
+
+    def _tuning_bytes(self, choice: Choice) -> int:
+        """Host bytes that compiling pins. Layers are tuned one by one, with what stays on the device in its place."""
+        costs, layer = self._costs_of(choice), Op(kind="BACKWARD", lane="compute", unit=self.model.units[1].name)
+        held = self.device_labels(choice).total() + costs.workspace(layer, "recompute")
+        return costs.tuning_bytes(self.device_limit - held)
 
     def _make_costs(self, micro_batches: int, major: bool) -> Costs:
         """Costs of the step in so many micro-batches, or of one of them where each passes through the whole model."""
@@ -252,6 +258,7 @@ class Search:
             compute_dtype=request.compute_dtype,
             gradient_dtype=request.gradient_dtype or request.compute_dtype,
             mean_tokens=mean / micro_batches if mean and major else mean,
+            ragged=request.steps_differ or request.rows % rows > 0,
             compiled=request.compiled,
             passing_gradients=request.passing_gradients,
             fused_attention=self.choices.fused,

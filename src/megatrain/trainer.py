@@ -380,7 +380,7 @@ def _check_memory(prepared: Prepared, model: Model, console: Logger) -> int:
     except UserError as error:  # of a kind that is trained but not planned
         _log.info("memory was not compared with the plan: %s", error)
         return inputs + process_bytes(on_gpu=device == "cuda")
-    planned = planned_memory(spec, prepared.config, device, prepared.dtype, prepared.batches.largest)
+    planned = planned_memory(spec, prepared.config, device, prepared.dtype, prepared.batches)
     wrong = list(mismatches(planned, model.memory))
     if wrong:
         line = f"warning memory is not as planned: {'; '.join(wrong)}"

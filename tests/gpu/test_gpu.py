@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +21,9 @@ pytestmark = pytest.mark.gpu
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "head_dim": 64}
 
 
-def model(device: str, **options: Any) -> Model:
+def model(device: str, sizes: dict[str, int] = SIZES, **options: Any) -> Model:
     options = {"compute_dtype": "bfloat16", "optimizer": AdamW(lr=1e-3), "compile": False} | options
-    return Model.from_config(tiny_config(**SIZES), seed=3, device=device, **options)
+    return Model.from_config(tiny_config(**sizes), seed=3, device=device, **options)
 
 
 @contextmanager
@@ -125,6 +126,24 @@ def test_placements_change_nothing(gpu: str, activations: str, dtype: str) -> No
         assert losses == pytest.approx(results[0][0], rel=1e-5 if dtype == "float32" else 4e-3)
         for name, master in masters.items() if dtype == "float32" else ():
             assert relative(master, results[0][1][name]) < 1e-3, name
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_tuning_pins_nothing_where_the_device_has_room(
+    gpu: str, compiling: None, activations: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler's tuner copies what a kernel changes: here 256 MiB of a gated product."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # or another test's kernels may be tuned already
+    (step,) = random_batches(320, steps=1, tokens=4096)
+    allocated = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_host_memory_stats()
+    pinned = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    with model(gpu, compile=True, activations=activations, sizes=SIZES | {"intermediate_size": 8192}) as trained:
+        trained.step(step)
+        peak, measured = trained.memory.device_peak, trained.memory.device_measured
+    assert torch.cuda.host_memory_stats()["allocated_bytes.peak"] - pinned < 128 << 20
+    assert measured is not None
+    assert measured - allocated < 1.05 * peak + (8 << 20), "what tuning took is no part of the peak"
 
 
 def test_device_memory_budget_holds_on_the_device(gpu: str) -> None:

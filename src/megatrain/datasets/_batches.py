@@ -47,6 +47,11 @@ def mean_padded_tokens(lengths: Sequence[int], batch_size: int, micro_batch_size
     return fmean(steps)
 
 
+def steps_differ(rows: Sequence[Row], batch_size: int) -> bool:
+    """Whether steps are of several shapes: rows differ in length, or the last step of an epoch has fewer of them."""
+    return len({len(row) for row in rows}) > 1 or (len(rows) > batch_size and len(rows) % batch_size > 0)
+
+
 class Batches:
     """Steps of ``batch_size`` rows; the last step of an epoch takes what is left.
 
@@ -80,6 +85,11 @@ class Batches:
         rows = min(self._batch_size, len(self._rows))
         micro = min(self._micro, rows)
         return micro, max(len(r) for r in self._rows), -(-rows // micro)
+
+    @property
+    def differ(self) -> bool:
+        """`steps_differ` of these rows."""
+        return steps_differ(self._rows, self._batch_size)
 
     def next_step(self) -> StepBatch:
         """The next step's micro-batches; moves the position."""

@@ -108,6 +108,11 @@ class Device(ABC):
         """Make libraries take what they keep for good, on the compute lane; returns its bytes of device memory."""
 
     @abstractmethod
+    def tune(self, run: Callable[[], object]) -> None:
+        """Run ``run`` on the compute lane where the compiler times its kernels when they first run, with all free
+        memory of the device for what that takes."""
+
+    @abstractmethod
     def workspace(self, run: Callable[[], object]) -> int:
         """Peak bytes of device memory that ``run`` takes while it runs, beyond what is allocated before."""
 

@@ -69,6 +69,9 @@ class HostMemoryDevice(Device):
     def warm_up(self, dtype: torch.dtype) -> int:
         return 0
 
+    def tune(self, run: Callable[[], object]) -> None:
+        """Nothing to do: kernels are chosen when they are compiled."""
+
     def workspace(self, run: Callable[[], object]) -> int:
         return count_peak(run)
 

@@ -33,6 +33,10 @@ CAP_SLACK = 256 << 20
 """Bytes above the budget at which the process is cut off: the allocator's blocks are coarser than tensors."""
 
 
+_LEFT_FREE = 1 << 30
+"""Bytes of the device that the compiler's tuner may not take: libraries load their kernels meanwhile."""
+
+
 _log = logging.getLogger(__name__)
 
 
@@ -163,17 +167,43 @@ class CudaDevice(Device):
         torch.cuda.synchronize(self.torch_device)
         return self._requested("current") - before
 
+    def tune(self, run: Callable[[], object]) -> None:
+        # What a kernel changes is copied before each trial: on the device as long as that stays below the allocator's
+        # peak so far, and else to pinned memory, gigabytes of it. So the peak is raised to all that is free.
+        self._forget_peak()
+        room = self._room()
+        if room > 0:
+            with suppress(torch.OutOfMemoryError):
+                torch.empty(room, dtype=torch.uint8, device=self.torch_device)
+            torch.cuda.empty_cache()
+        try:
+            run()
+            torch.cuda.synchronize(self.torch_device)
+        finally:
+            torch._C._host_emptyCache()  # what was pinned after all: the allocator would keep it
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def _room(self) -> int:
+        """Bytes that may still be allocated, but for some that are left free."""
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        allowed = int(torch.cuda.get_per_process_memory_fraction(self.torch_device) * total)
+        reserved = torch.cuda.memory_reserved(self.torch_device)
+        return min(free + reserved - _LEFT_FREE, allowed) - torch.cuda.memory_allocated(self.torch_device)
+
     def workspace(self, run: Callable[[], object]) -> int:
-        gc.collect()  # what is freed while ``run`` goes on would hide what it takes
-        torch.cuda.synchronize(self.torch_device)
+        self._forget_peak()
         before = self._requested("current")
-        self._peak = max(self._peak, torch.cuda.max_memory_allocated(self.torch_device))
-        torch.cuda.reset_peak_memory_stats(self.torch_device)
         run()
         torch.cuda.synchronize(self.torch_device)
-        # The compiler's tuner has pinned copies of activations, gigabytes of them, and the allocator would keep them.
-        torch._C._host_emptyCache()
         return self._requested("peak") - before
+
+    def _forget_peak(self) -> None:
+        """Start the allocator's figures anew, with nothing allocated that is freed by and by."""
+        gc.collect()
+        torch.cuda.synchronize(self.torch_device)
+        self._peak = max(self._peak, torch.cuda.max_memory_allocated(self.torch_device))
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def _requested(self, when: str) -> int:
         """Bytes that were asked for. The blocks that serve them may be up to 1 MiB larger each, by what was free."""

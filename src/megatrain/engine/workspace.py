@@ -48,7 +48,7 @@ class Need:
     held: dict[tuple[str, int], int]
 
 
-Note = Callable[[str, Unit, Callable[[], object]], None]
+Note = Callable[[str, Unit, Callable[[], object]], object]
 
 
 class Workspaces:
@@ -80,7 +80,9 @@ class Workspaces:
         return self._known[min(covering, key=lambda k: k[0].rows * k[0].tokens)]
 
     def measure(self, shape: Shape, mode: Mode) -> None:
-        """Run every kind of unit once on a batch of the shape, on the lane and the stream of the caller."""
+        """Run every kind of unit on a batch of the shape, on the lane and the stream of the caller."""
+        # First for the compiler, what it needs to time its kernels being no part of a step.
+        self._device.tune(lambda: self._visit(shape, Need({}, {}), lambda kind, unit, run: run(), mode, once=False))
         need = Need(peak={}, held={})
 
         def note(kind: str, unit: Unit, run: Callable[[], object]) -> None:
