@@ -182,8 +182,8 @@ def _used_gib() -> float | None:
 
 
 def _pinned_gib() -> float | None:
-    """What PyTorch's own allocator has pinned of the host at most: staging, and copies of the compiler's tuner."""
-    return torch.cuda.host_memory_stats()["allocated_bytes.peak"] / 2**30 if torch.cuda.is_available() else None
+    """All that PyTorch's own allocator has pinned of the host: staging, and copies of the compiler's tuner."""
+    return torch.cuda.host_memory_stats()["allocated_bytes.allocated"] / 2**30 if torch.cuda.is_available() else None
 
 
 def built(args: argparse.Namespace, options: dict[str, Any]) -> Model:

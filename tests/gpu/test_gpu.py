@@ -128,6 +128,12 @@ def test_placements_change_nothing(gpu: str, activations: str, dtype: str) -> No
             assert relative(master, results[0][1][name]) < 1e-3, name
 
 
+def pinned_so_far() -> int:
+    """Bytes that PyTorch's own allocator has pinned since the process began."""
+    torch.cuda.init()
+    return int(torch.cuda.host_memory_stats()["allocated_bytes.allocated"])
+
+
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
 def test_tuning_pins_nothing_where_the_device_has_room(
     gpu: str, compiling: None, activations: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -136,12 +142,11 @@ def test_tuning_pins_nothing_where_the_device_has_room(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # or another test's kernels may be tuned already
     (step,) = random_batches(320, steps=1, tokens=4096)
     allocated = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_host_memory_stats()
-    pinned = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    before = pinned_so_far()
     with model(gpu, compile=True, activations=activations, sizes=SIZES | {"intermediate_size": 8192}) as trained:
         trained.step(step)
         peak, measured = trained.memory.device_peak, trained.memory.device_measured
-    assert torch.cuda.host_memory_stats()["allocated_bytes.peak"] - pinned < 128 << 20
+    assert pinned_so_far() - before < 128 << 20
     assert measured is not None
     assert measured - allocated < 1.05 * peak + (8 << 20), "what tuning took is no part of the peak"
 
