@@ -26,9 +26,9 @@ EAGER_LAUNCH = 500e-6
 LIBRARIES = 600 << 20
 """Device bytes of the driver's context and the libraries' workspaces."""
 
-_CPU_PROCESS, _GPU_PROCESS = 500 << 20, 2 << 30
+_CPU_PROCESS, _GPU_PROCESS = 500 << 20, 2060 << 20
 """Host bytes of interpreter and torch (400 to 480 MiB measured); and with tokenizer, rows and a GPU's libraries (0.7 to
-1.9 GiB measured)."""
+2.0 GiB measured)."""
 
 EAGER_KEPT = 1.7
 """What autograd saves of a layer that is not compiled, as a multiple of what a compiled one keeps and queries and keys
