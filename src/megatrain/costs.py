@@ -305,9 +305,9 @@ class Costs:
 
     def tuning_bytes(self, room: int) -> int:
         """Host bytes that are pinned for a while as the compiler times its kernels for a GPU, which copies what they
-        change: none where ``room`` bytes of the device hold the copies, unless some micro-batches are smaller, since
-        kernels for those are timed within a step. Each copy is rounded up to a power of two; copies of one rounded size
-        share a block, others add up.
+        change: no copy that ``room`` bytes of the device hold, unless some micro-batches are smaller, since kernels for
+        those are timed within a step. Each copy is rounded up to a power of two; copies of one rounded size share a
+        block, others add up.
 
         Changed are taken to be (fitted, sequences of 1024) the gated product; with experts also all rows that go in and
         come out, and gate and up in one; without fused attention the weights of every pair of tokens, with a sink and
@@ -321,8 +321,8 @@ class Costs:
             elements |= {2 * model.intermediate, *self._routed.values()} - {0}
         if not work.fused_attention:
             elements |= {model.heads * work.seq_len, model.heads * (work.seq_len + 1)}
-        copies = sum({1 << (work.micro_tokens * each * work.compute_bytes - 1).bit_length() for each in elements})
-        return copies if work.ragged or copies > room else 0
+        copies = {work.micro_tokens * each * work.compute_bytes for each in elements}
+        return sum({1 << (copy - 1).bit_length() for copy in copies if work.ragged or copy > room})
 
     def loss_chunk(self) -> int:
         """Tokens whose logits exist at a time."""

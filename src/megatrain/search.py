@@ -13,6 +13,7 @@ from itertools import accumulate, product
 
 from megatrain.choices import Choice, Choices, Request, is_no_slower, unit_bytes
 from megatrain.costs import Costs, Workload, process_bytes, resident_bytes
+from megatrain.devices import TUNER_LEAVES
 from megatrain.engine._rings import Rings, blocks_of
 from megatrain.engine.peak import planned_peak
 from megatrain.engine.placement import Mode, last_units
@@ -244,7 +245,7 @@ class Search:
         """Host bytes that compiling pins. Layers are tuned one by one, with what stays on the device in its place."""
         costs, layer = self._costs_of(choice), Op(kind="BACKWARD", lane="compute", unit=self.model.units[1].name)
         held = self.device_labels(choice).total() + costs.workspace(layer, "recompute")
-        return costs.tuning_bytes(self.device_limit - held)
+        return costs.tuning_bytes(_limit(self.machine.gpu_memory, self.request.device_memory, 0) - TUNER_LEAVES - held)
 
     def _make_costs(self, micro_batches: int, major: bool) -> Costs:
         """Costs of the step in so many micro-batches, or of one of them where each passes through the whole model."""

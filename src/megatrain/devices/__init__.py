@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 LANES = ("h2d", "compute", "d2h", "optimizer")
 
+TUNER_LEAVES = 1 << 30
+"""Bytes of a GPU that the compiler may not take to time its kernels: libraries load their own meanwhile."""
+
 Ticket = tuple[str, int]
 
 Mark = Any

@@ -19,7 +19,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatrain import numa
-from megatrain.devices import LANES, Device, Mark, Ticket
+from megatrain.devices import LANES, TUNER_LEAVES, Device, Mark, Ticket
 from megatrain.devices._pages import populate
 from megatrain.devices._pinned import Driver, PinnedMemory
 from megatrain.devices._threads import ThreadLanes
@@ -31,10 +31,6 @@ LOADED_SECONDS = 0.5
 
 CAP_SLACK = 256 << 20
 """Bytes above the budget at which the process is cut off: the allocator's blocks are coarser than tensors."""
-
-
-_LEFT_FREE = 1 << 30
-"""Bytes of the device that the compiler's tuner may not take: libraries load their kernels meanwhile."""
 
 
 _log = logging.getLogger(__name__)
@@ -189,7 +185,7 @@ class CudaDevice(Device):
         free, total = torch.cuda.mem_get_info(self.torch_device)
         allowed = int(torch.cuda.get_per_process_memory_fraction(self.torch_device) * total)
         reserved = torch.cuda.memory_reserved(self.torch_device)
-        return min(free + reserved - _LEFT_FREE, allowed) - torch.cuda.memory_allocated(self.torch_device)
+        return min(free + reserved - TUNER_LEAVES, allowed) - torch.cuda.memory_allocated(self.torch_device)
 
     def workspace(self, run: Callable[[], object]) -> int:
         self._forget_peak()
