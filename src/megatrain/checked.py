@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megatrain.auto import compiles, request_of
 from megatrain.config import RunConfig
-from megatrain.costs import process_bytes, resident_bytes
+from megatrain.costs import resident_bytes
 from megatrain.datasets import Row
 from megatrain.datasets._batches import Batches
 from megatrain.loggers import Checked
@@ -49,12 +49,11 @@ def planned_memory(spec: ModelSpec, config: RunConfig, device: str, dtype: str, 
         compute_dtype=dtype,
         compiled=compiles(config, device),
     )
-    # Bytes that stay are the same on every machine, and in every mode but for marks.
-    where, gpus = load_machine(known_machines()[0]), probe().gpus
+    # Bytes that stay are the same on every machine of its kind, and in every mode but for marks.
+    where, gpus = replace(load_machine(known_machines()[0]), unified=device == "cpu"), probe().gpus
     search = Search(spec, replace(where, gpu_memory=gpus[0].memory) if gpus else where, request)
     choice = search.smallest().choice
-    process = search.process_bytes(choice) if device == "cuda" else process_bytes(on_gpu=False)
-    return PlannedMemory(dict(search.device_labels(choice)), search.host_bytes(choice), process)
+    return PlannedMemory(dict(search.device_labels(choice)), search.host_bytes(choice), search.process_bytes(choice))
 
 
 def input_bytes(device: str, entries: int, rows: Sequence[Row]) -> int:

@@ -26,9 +26,13 @@ EAGER_LAUNCH = 500e-6
 LIBRARIES = 600 << 20
 """Device bytes of the driver's context and the libraries' workspaces."""
 
-_CPU_PROCESS, _GPU_PROCESS = 500 << 20, 2060 << 20
-"""Host bytes of interpreter and torch (400 to 480 MiB measured); and with tokenizer, rows and a GPU's libraries (0.7 to
-2.0 GiB measured)."""
+_CPU_PROCESS, _GPU_PROCESS = 500 << 20, 1900 << 20
+"""Host bytes of interpreter and torch (400 to 480 MiB measured); and with tokenizer, rows, a GPU's libraries and the
+compiler."""
+
+_CPU_COMPILER, _VARIANT, _EXPERTS_VARIANT = 100 << 20, 40 << 20, 160 << 20
+"""Host bytes of the compiler where there is no GPU, and of each variant of a layer that it makes (what a layer may
+keep), with experts of four times as many kernels. Processes beside a GPU held 1.70 to 2.15 GiB in ten rows."""
 
 EAGER_KEPT = 1.7
 """What autograd saves of a layer that is not compiled, as a multiple of what a compiled one keeps and queries and keys
@@ -302,6 +306,13 @@ class Costs:
         again = work.micro_tokens * self._all_held_bytes
         most = passing + (_TOGETHER * model.intermediate if work.compiled else 0)
         return max(again + token * most, token * (passing + model.width) + gradients)
+
+    def compiler_bytes(self, variants: int) -> int:
+        """Host bytes that the compiler and so many variants of a layer take for good."""
+        if not self.workload.compiled:
+            return 0
+        each = _EXPERTS_VARIANT if self.model.experts else _VARIANT
+        return (_CPU_COMPILER if self.machine.unified else 0) + variants * each
 
     def tuning_bytes(self, room: int) -> int:
         """Host bytes that are pinned for a while as the compiler times its kernels for a GPU, which copies what they

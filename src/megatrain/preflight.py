@@ -272,14 +272,11 @@ def _host_limit(config: RunConfig) -> int:
 
 
 def _process_bytes(config: RunConfig, folder: Path, batches: Batches, device: str, dtype: str) -> int:
-    """Host bytes of the process beside training state; on a GPU with what the compiler's tuner pins, where the planner
-    knows the model."""
-    if device != "cuda":
-        return process_bytes(on_gpu=False)
+    """Host bytes of the process beside training state, with those of the compiler where the planner knows the model."""
     try:
         return planned_memory(load_model_spec(str(folder)), config, device, dtype, batches).process
     except UserError:
-        return process_bytes(on_gpu=True)
+        return process_bytes(on_gpu=device == "cuda")
 
 
 def _check_host(config: RunConfig, process: int, need: int, limit: int) -> None:

@@ -230,22 +230,24 @@ class Search:
 
     def host_room(self, choice: Choice) -> int:
         """What of `host_limit` is left for `host_bytes`, and for the device where that is the CPU."""
-        return self.host_limit - self._tuning_bytes(choice)
+        return self.host_limit - self._compiler_bytes(choice)
 
     def process_bytes(self, choice: Choice) -> int:
         """Host bytes that the process takes at its peak beside those of `host_bytes`."""
-        return self._process + self._tuning_bytes(choice)
+        return self._process + self._compiler_bytes(choice)
 
     def host_need(self, choice: Choice) -> int:
         """Host bytes that must fit `host_limit`."""
         shared = resident_bytes(self.peak(choice)[0]) if self.machine.unified else 0
-        return sum(self.host_bytes(choice).values()) + self._tuning_bytes(choice) + shared
+        return sum(self.host_bytes(choice).values()) + self._compiler_bytes(choice) + shared
 
-    def _tuning_bytes(self, choice: Choice) -> int:
-        """Host bytes that compiling pins. Layers are tuned one by one, with what stays on the device in its place."""
+    def _compiler_bytes(self, choice: Choice) -> int:
+        """Host bytes of compiling. Layers are tuned one by one, with what stays on the device in its place."""
+        others = self.model.layers - choice.kept - choice.selective
+        variants = sum(layers > 0 for layers in (choice.kept, choice.selective, others))
         costs, layer = self._costs_of(choice), Op(kind="BACKWARD", lane="compute", unit=self.model.units[1].name)
         held = self.device_labels(choice).total() + costs.workspace(layer, "recompute")
-        return costs.tuning_bytes(_limit(self.machine.gpu_memory, self.request.device_memory, 0) - TUNER_LEAVES - held)
+        return costs.compiler_bytes(variants) + costs.tuning_bytes(self.device_limit - TUNER_LEAVES - held)
 
     def _make_costs(self, micro_batches: int, major: bool) -> Costs:
         """Costs of the step in so many micro-batches, or of one of them where each passes through the whole model."""

@@ -119,24 +119,27 @@ def test_dry_run_prints_each_part(tmp_path: Path) -> None:
 def test_what_a_gpu_tunes_with_counts_before_a_run_that_is_set_by_hand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The compiler pins copies of activations for smaller steps than the largest, or where the device has no room;
-    where the planner does not know the model, nobody can say how much."""
+    """The compiler stays with the layers that it makes, and pins copies of activations for smaller steps than the
+    largest, or where the device has no room; where the planner does not know the model, nobody can say how much."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = make_model(tmp_path / "model")
     config = load_config(None, arguments(tmp_path))
     alike, varied = (SimpleNamespace(largest=(64, 65536, 1), differ=differ) for differ in (False, True))
     elements = json.loads((folder / "config.json").read_text())["intermediate_size"]
-    copies = 1 << (64 * 65536 * elements * 2 - 1).bit_length()
+    layer, copies = 40 << 20, 1 << (64 * 65536 * elements * 2 - 1).bit_length()
 
     def beside(batches: SimpleNamespace, given: RunConfig) -> int:
         return preflight._process_bytes(given, folder, batches, "cuda", "bfloat16") - process_bytes(on_gpu=True)
 
     small = replace(config, placement=replace(config.placement, device_memory="1GiB"))
-    assert [beside(alike, config), beside(varied, config), beside(alike, small)] == [0, copies, copies]
-    batches = alike
-    assert preflight._process_bytes(config, folder, batches, "cpu", "bfloat16") == process_bytes(on_gpu=False)
+    assert beside(alike, config) == layer
+    assert beside(varied, config) == beside(alike, small) == layer + copies
+    assert preflight._process_bytes(config, folder, alike, "cpu", "bfloat16") == process_bytes(on_gpu=False)
+    compiled = replace(config, compute=replace(config.compute, compile=True))
+    on_cpu = preflight._process_bytes(compiled, folder, alike, "cpu", "bfloat16") - process_bytes(on_gpu=False)
+    assert on_cpu == (100 << 20) + layer
     monkeypatch.setattr(preflight, "load_model_spec", unknown)
-    assert preflight._process_bytes(config, folder, batches, "cuda", "bfloat16") == process_bytes(on_gpu=True)
+    assert preflight._process_bytes(config, folder, alike, "cuda", "bfloat16") == process_bytes(on_gpu=True)
 
 
 def unknown(name: str) -> ModelSpec:
