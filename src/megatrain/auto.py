@@ -15,6 +15,7 @@ from megatrain.config import RunConfig, flat_options, parse_bytes
 from megatrain.costs import LIBRARIES
 from megatrain.engine.placement import check_passing
 from megatrain.errors import UserError
+from megatrain.loggers._screens import short_time
 from megatrain.machines import MachineSpec
 from megatrain.model_spec import ModelSpec
 from megatrain.planner import limited_by, refusal, settings
@@ -186,4 +187,4 @@ def _lines(search: Search, candidate: Candidate) -> Iterator[str]:
     sizes = f"micro-batches of {rows} row{'s' * (rows > 1)} · {choice.slots} slot{'s' * (choice.slots > 1)}"
     yield f"plan    {sizes} · resident: {resident}{others}"
     timeline, limit = candidate.timeline, limited_by(search.machine, candidate.timeline)
-    yield f"        {timeline.seconds:.2f} s a step predicted, limited by {limit} · {search.machine.name}"
+    yield f"        {short_time(timeline.seconds)} a step predicted, limited by {limit} · {search.machine.name}"

@@ -14,7 +14,7 @@ from megatrain.checks import choice
 from megatrain.choices import Request
 from megatrain.config import RunConfig
 from megatrain.errors import UserError
-from megatrain.loggers._screens import count, disk_size, duration, size
+from megatrain.loggers._screens import count, disk_size, duration, rate, short_time, size
 from megatrain.machines import MachineSpec
 from megatrain.planner import Option, Plan
 from megatrain.search import DEVICE_MARGIN, HOST_MARGIN
@@ -94,8 +94,8 @@ def report(plan: Plan, tokens: int) -> Iterator[str]:
     yield "disk"
     yield from (f"  {label:34} {disk_size(nbytes):>10}" for label, nbytes in plan.disk_bytes.items())
     yield (
-        f"predicted  {plan.seconds:.2f} s a step · {plan.tokens_per_second:,.0f} tokens/s ·"
-        f" {plan.tflops_6n:.0f} TFLOP/s (6N), {plan.tflops_causal:.0f} with causal attention"
+        f"predicted  {short_time(plan.seconds)} a step · {rate(plan.tokens_per_second)} tokens/s ·"
+        f" {rate(plan.tflops_6n)} TFLOP/s (6N), {rate(plan.tflops_causal)} of products and causal attention"
         f" · limited by {plan.limited_by}"
     )
     for lane, share in plan.busy.items():
@@ -151,6 +151,6 @@ def _clipping(plan: Plan) -> str:
 def _next(plan: Plan, other: Option) -> str:
     """How another placement differs and what that costs."""
     different = [o for o, best in zip(other.overrides, plan.overrides, strict=True) if o != best]
-    slower = f"{other.seconds:.2f} s (+{other.seconds / plan.seconds - 1:.1%})"
+    slower = f"{short_time(other.seconds)} (+{other.seconds / plan.seconds - 1:.1%})"
     memory = f"{plan.device} {size(other.device_peak)}, host {size(other.host_bytes)}"
     return f"{slower}, {memory}: {shlex.join(different)}"

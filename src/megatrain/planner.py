@@ -16,6 +16,7 @@ from megatrain.choices import Choice, Request
 from megatrain.engine.simulate import Timeline
 from megatrain.errors import UserError
 from megatrain.layout import slab_bytes
+from megatrain.loggers._screens import rate, short_time
 from megatrain.machines import MachineSpec, known_machines, load_machine
 from megatrain.model_spec import ModelSpec, known_models, load_model_spec
 from megatrain.search import DEVICE_MARGIN, HOST_MARGIN, Candidate, Search
@@ -315,4 +316,4 @@ def _larger_machines(machine: MachineSpec) -> list[MachineSpec]:
 
 def _way(text: str, candidate: Candidate, request: Request) -> str:
     seconds = candidate.timeline.seconds
-    return f"{text:40} {seconds:.2f} s a step, {request.rows * request.seq_len / seconds:,.0f} tokens/s"
+    return f"{text:40} {short_time(seconds)} a step, {rate(request.rows * request.seq_len / seconds)} tokens/s"

@@ -18,6 +18,11 @@ def count(number: float) -> str:
     return f"{number:,.0f}"
 
 
+def rate(number: float) -> str:
+    """``1,163``, ``12``, ``4.2``, ``0.031``."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+
+
 def duration(seconds: float) -> str:
     """``12 s``, ``4 min``, ``3 h 12 min``, ``2 d 5 h``."""
     whole = round(seconds)
