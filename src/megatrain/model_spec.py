@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatrain._durable import cache_folder, keep
 from megatrain.errors import UserError
@@ -41,6 +41,14 @@ class UnitShape:
     structure: int
     uses: tuple[str, ...]
     lookup: bool
+
+
+class _Product(NamedTuple):
+    """A matrix of a unit: elements that one token meets, all of them, and terms of an output's sum."""
+
+    active: int
+    elements: int
+    inner: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,28 +90,25 @@ class ModelSpec:
         return len(self.units) - 2
 
     def matrix_flops(self, unit: UnitShape) -> float:
-        """Forward FLOPs per token of a unit's matrix products; the head counts the embedding's matrix when tied."""
-        if unit is self.units[0]:
-            return 0.0
-        if unit is self.units[-1]:
-            return 2.0 * self.width * self.vocabulary
-        return 2.0 * sum(self._active(p) for p in unit.layout.parameters if _multiplies(p))
+        """Forward FLOPs per token of a unit's matrix products."""
+        return 2.0 * sum(product.active for product in self._products(unit))
 
     def matrix_elements(self, unit: UnitShape) -> int:
-        """Of all matrices that a unit multiplies by; the head's is the embedding's when tied."""
-        if unit is self.units[0]:
-            return 0
-        if unit is self.units[-1]:
-            return self.width * self.vocabulary
-        return sum(p.numel for p in unit.layout.parameters if _multiplies(p))
+        """Of all matrices that a unit multiplies by."""
+        return sum(product.elements for product in self._products(unit))
 
     def inner_elements(self, unit: UnitShape) -> int:
         """Terms of an output's sum, over all products of a unit; those of all experts are one product."""
+        return sum(product.inner for product in self._products(unit))
+
+    def _products(self, unit: UnitShape) -> list[_Product]:
+        """A unit's matrices; the head's is the embedding's when tied, which itself multiplies nothing."""
         if unit is self.units[0]:
-            return 0
+            return []
         if unit is self.units[-1]:
-            return self.width
-        return sum(self._inner(p) for p in unit.layout.parameters if _multiplies(p))
+            return [_Product(self.width * self.vocabulary, self.width * self.vocabulary, self.width)]
+        matrices = filter(_multiplies, unit.layout.parameters)
+        return [_Product(self._active(p), p.numel, self._inner(p)) for p in matrices]
 
     def _inner(self, parameter: Parameter) -> int:
         if not _of_experts(parameter):
