@@ -21,7 +21,7 @@ LAYERS = [
     {"layout", "numa", "devices", "kernels", "_durable", "_safetensors", "_side_files", "schedule"},
     {"models", "losses", "optimizers", "datasets", "loggers", "machine", "machines", "hub"},
     {"store", "model_files", "model_spec", "export", "rates"},
-    {"engine", "checkpoint", "costs", "choices", "search", "planner"},
+    {"engine", "checkpoint", "costs", "choices", "bounds", "search", "planner"},
     {"assembly", "lifecycle", "results"},
     {"model"},
     {
@@ -51,6 +51,7 @@ WITHOUT_TORCH = [
     "engine/simulate",
     "engine/placement",
     "choices",
+    "bounds",
     "search",
     "planner",
     "auto",

@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 from megatrain.auto import compiles, request_of
 from megatrain.config import RunConfig
-from megatrain.costs import resident_bytes
+from megatrain.costs import compiler_bytes, process_bytes, resident_bytes
 from megatrain.datasets import Row
 from megatrain.datasets._batches import Batches
 from megatrain.loggers import Checked
-from megatrain.machine import probe
 from megatrain.machines import known_machines, load_machine
 from megatrain.model_spec import ModelSpec
 from megatrain.results import MemoryReport
@@ -34,10 +33,12 @@ class PlannedMemory(NamedTuple):
     process: int
 
 
-def planned_memory(spec: ModelSpec, config: RunConfig, device: str, dtype: str, batches: Batches) -> PlannedMemory:
+def planned_memory(
+    spec: ModelSpec, config: RunConfig, device: str, dtype: str, batches: Batches, gpu_memory: int | None
+) -> PlannedMemory:
     """What a run is planned to take on ``device`` (``cpu``, ``cuda``).
 
-    ``dtype`` is the compute dtype.
+    ``dtype`` is the compute dtype, ``gpu_memory`` the bytes that were free before the run began, where there is a GPU.
     """
     rows, tokens, micro_batches = batches.largest
     config = replace(config, train=replace(config.train, micro_batch_size=rows))
@@ -45,20 +46,26 @@ def planned_memory(spec: ModelSpec, config: RunConfig, device: str, dtype: str, 
         config,
         rows=rows * micro_batches,
         seq_len=tokens,
-        steps_differ=batches.differ,
+        steps_differ=batches.ragged,
         compute_dtype=dtype,
         compiled=compiles(config, device),
     )
     # Bytes that stay are the same on every machine of its kind, and in every mode but for marks.
-    where, gpus = replace(load_machine(known_machines()[0]), unified=device == "cpu"), probe().gpus
-    search = Search(spec, replace(where, gpu_memory=gpus[0].memory) if gpus else where, request)
+    where = replace(load_machine(known_machines()[0]), unified=device == "cpu")
+    search = Search(spec, replace(where, gpu_memory=gpu_memory or where.gpu_memory), request)
     choice = search.smallest().choice
     return PlannedMemory(dict(search.device_labels(choice)), search.host_bytes(choice), search.process_bytes(choice))
 
 
+def least_process_bytes(config: RunConfig, device: str) -> int:
+    """Host bytes that the process of a run takes at least beside its training state, whatever its model."""
+    on_gpu = device == "cuda"
+    return process_bytes(on_gpu=on_gpu) + (compiler_bytes(1, on_gpu=on_gpu) if compiles(config, device) else 0)
+
+
 def input_bytes(device: str, entries: int, rows: Sequence[Row]) -> int:
-    """Host bytes of a tokenizer with so many ``entries`` and of ``rows`` in memory, beside `process_bytes`; those of a
-    process with a GPU (``device`` ``cuda``) have room for them."""
+    """Host bytes of a tokenizer with so many ``entries`` and of ``rows`` in memory, beside the process; one with a GPU
+    (``device`` ``cuda``) has room for them."""
     if device == "cuda":
         return 0
     return entries * _ENTRY_BYTES + sum(_ROW_BYTES + row.ids.nbytes + row.target.nbytes for row in rows)

@@ -266,8 +266,7 @@ def _reported() -> Iterator[_Report]:
         _check_working_folder()
         yield report
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        print(f"(exit 2, {_left(report.run)})", file=sys.stderr)
+        _print_mistake(error, report.run)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         print(f"interrupted (exit 130, {_left(report.run)})", file=sys.stderr)
@@ -275,6 +274,11 @@ def _reported() -> Iterator[_Report]:
     except (typer.Exit, BrokenPipeError):
         raise
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # wherever a user's name is looked up
+            name = str(error.filename)
+            mistake = f"{name[:40]}...: a name of {len(name)} characters, too long for a file\n  fix:   a shorter name"
+            _print_mistake(UserError(mistake), report.run)
+            raise typer.Exit(2) from None
         _print_failure(error, report.run)
         raise typer.Exit(1) from None
     finally:
@@ -296,6 +300,11 @@ def _left(run: RunFolder | None) -> str:
     if run:
         run.abandon()
     return "nothing was written"
+
+
+def _print_mistake(error: UserError, run: RunFolder | None) -> None:
+    print(f"error: {error}", file=sys.stderr)
+    print(f"(exit 2, {_left(run)})", file=sys.stderr)
 
 
 def _print_failure(error: Exception, run: RunFolder | None) -> None:

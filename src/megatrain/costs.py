@@ -66,8 +66,13 @@ def device_room(host_bytes: int) -> int:
 
 
 def process_bytes(*, on_gpu: bool) -> int:
-    """Host bytes that a process takes beside all state."""
+    """Host bytes that a process takes beside all state and the compiler."""
     return _GPU_PROCESS if on_gpu else _CPU_PROCESS
+
+
+def compiler_bytes(variants: int, *, on_gpu: bool, experts: bool = False) -> int:
+    """Host bytes that the compiler and so many variants of a layer take for good."""
+    return (0 if on_gpu else _CPU_COMPILER) + variants * (_EXPERTS_VARIANT if experts else _VARIANT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,6 +265,11 @@ class Costs:
         """Of one unit's input, all micro-batches together."""
         return self.workload.tokens * self.model.width * self.workload.compute_bytes
 
+    @property
+    def pooled_boundary_bytes(self) -> int:
+        """Of one unit's input in a pool, where each micro-batch has the place of the largest."""
+        return self.workload.micro_tokens * self.model.width * self.workload.compute_bytes
+
     def _graph_bytes(self, mode: Mode) -> int:
         """Of a token's part in one layer's graph, besides its input."""
         if mode == "selective":
@@ -308,11 +318,10 @@ class Costs:
         return max(again + token * most, token * (passing + model.width) + gradients)
 
     def compiler_bytes(self, variants: int) -> int:
-        """Host bytes that the compiler and so many variants of a layer take for good."""
+        """`compiler_bytes` of this model and machine, if anything is compiled."""
         if not self.workload.compiled:
             return 0
-        each = _EXPERTS_VARIANT if self.model.experts else _VARIANT
-        return (_CPU_COMPILER if self.machine.unified else 0) + variants * each
+        return compiler_bytes(variants, on_gpu=not self.machine.unified, experts=self.model.experts > 0)
 
     def tuning_bytes(self, room: int) -> int:
         """Host bytes that are pinned for a while as the compiler times its kernels for a GPU, which copies what they

@@ -14,11 +14,11 @@ from typing import Any
 
 from megatrain import auto, machine
 from megatrain._durable import space_for
-from megatrain.checked import input_bytes, planned_memory
+from megatrain.checked import input_bytes, least_process_bytes, planned_memory
 from megatrain.checkpoint import latest_complete, read_meta
 from megatrain.choices import Request, micro_batch_counts
 from megatrain.config import RunConfig, parse_bytes
-from megatrain.costs import device_room, process_bytes
+from megatrain.costs import device_room
 from megatrain.datasets._batches import Batches, mean_padded_tokens, steps_differ
 from megatrain.datasets._load import Dataset, Progress, load_dataset
 from megatrain.devices import device_name
@@ -47,8 +47,8 @@ class Prepared:
     """What a run is made of. ``device`` is ``cuda`` or ``cpu``, ``dtype`` the compute dtype.
 
     ``asked`` is the configuration as it was given; ``choice`` has it without any `auto`, as ``chooser`` found it (None:
-    nothing was left to choose). Bytes: ``host_bytes`` of training state in host memory, ``host_limit`` of what may be
-    used, ``save_bytes`` of one save, ``disk_free`` where the run is written.
+    nothing was left to choose). Bytes: ``gpu_memory`` that is free of a GPU, ``host_bytes`` of training state in host
+    memory, ``host_limit`` of what may be used, ``save_bytes`` of one save, ``disk_free`` where the run is written.
     """
 
     asked: RunConfig
@@ -63,6 +63,7 @@ class Prepared:
     parameters: int
     device: str
     dtype: str
+    gpu_memory: int | None
     host_bytes: int
     host_limit: int
     save_bytes: int
@@ -111,19 +112,21 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     limit = _host_limit(config)
     on_host = _host_bytes(config, layouts, dtype)
     if config.placement.states is None or device == "cpu":
-        _check_host(config, process_bytes(on_gpu=device == "cuda"), on_host, limit)
+        _check_host(config, least_process_bytes(config, device), on_host, limit)
     tokenizer = read_tokenizer(folder, m.trust_remote_code)
     text = model_config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     data = load_dataset(config.data, tokenizer, vocab_size=text.vocab_size, positions=positions, progress=progress)
     progress("planning", 0, 0)
-    left = limit - process_bytes(on_gpu=device == "cuda") - input_bytes(device, len(tokenizer), data.rows) - on_host
+    left = limit - least_process_bytes(config, device) - input_bytes(device, len(tokenizer), data.rows) - on_host
     chooser, choice = _choose(asked, config, folder, data, device, dtype, left, progress)
     config = choice.config
     batches = _batches(config, tokenizer, data)
     boundaries = _boundary_bytes(config, batches, text, dtype)
     host_bytes = _host_bytes(config, layouts, dtype, boundaries)
-    _check_host(config, _process_bytes(config, folder, batches, device, dtype), host_bytes, limit)
+    gpus = machine.probe().gpus if device == "cuda" else ()
+    gpu_memory = gpus[0].memory_free if gpus else None
+    _check_host(config, _process_bytes(config, folder, batches, device, dtype, gpu_memory), host_bytes, limit)
     total = config.train.max_steps or config.train.epochs * batches.steps_per_epoch
     _check_trace(config, total)
     schedule = Schedule.from_config(config.schedule, config.optim.lr, total)
@@ -147,6 +150,7 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
         parameters=parameters,
         device=device,
         dtype=dtype,
+        gpu_memory=gpu_memory,
         host_bytes=host_bytes,
         host_limit=limit,
         save_bytes=parameters * STATE_BYTES,
@@ -271,12 +275,14 @@ def _host_limit(config: RunConfig) -> int:
     return machine.probe().memory_free if asked is None else asked
 
 
-def _process_bytes(config: RunConfig, folder: Path, batches: Batches, device: str, dtype: str) -> int:
+def _process_bytes(
+    config: RunConfig, folder: Path, batches: Batches, device: str, dtype: str, gpu_memory: int | None
+) -> int:
     """Host bytes of the process beside training state, with those of the compiler where the planner knows the model."""
     try:
-        return planned_memory(load_model_spec(str(folder)), config, device, dtype, batches).process
+        return planned_memory(load_model_spec(str(folder)), config, device, dtype, batches, gpu_memory).process
     except UserError:
-        return process_bytes(on_gpu=device == "cuda")
+        return least_process_bytes(config, device)
 
 
 def _check_host(config: RunConfig, process: int, need: int, limit: int) -> None:

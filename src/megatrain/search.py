@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
-from itertools import accumulate, product
+from itertools import product
 
+from megatrain.bounds import Arithmetic, Updates
 from megatrain.choices import Choice, Choices, Request, is_no_slower, unit_bytes
 from megatrain.costs import Costs, Workload, process_bytes, resident_bytes
 from megatrain.devices import TUNER_LEAVES
@@ -79,8 +80,8 @@ class Search:
         self._host_labels = cache(self._make_host_labels)
         self._moving_peak = cache(self._make_moving_peak)
         self._starts = cache(self._make_starts)
-        self._compute_seconds = cache(self._make_compute_seconds)
-        self._update_seconds = cache(self._make_update_seconds)
+        self._arithmetic = cache(self._make_arithmetic)
+        self._updates = cache(self._make_updates)
         self._derived: dict[Choice, list[Waiting]] = {}
         self.choices = Choices(model, request, unified=machine.unified)
         self._early = last_units("optim.speculated", request.speculated, unit_bytes(model, request)["states"])
@@ -184,7 +185,8 @@ class Search:
     def host_bytes(self, choice: Choice) -> dict[str, int]:
         """Host bytes by label."""
         boundaries = self._starts(choice.kept + choice.selective, choice.every)[0] if choice.host else 0
-        nbytes = boundaries * self._costs_of(choice).boundary_bytes
+        costs = self._costs_of(choice)
+        nbytes = boundaries * costs.workload.micro_batches * costs.pooled_boundary_bytes
         return self._host_labels(choice.states, choice.speculative, nbytes)
 
     def peak(self, choice: Choice) -> tuple[int, str]:
@@ -218,8 +220,7 @@ class Search:
         if choice.host and self._starts(choice.kept + choice.selective, choice.every)[0]:
             # A boundary for each micro-batch under way, one that is written, one whose copy is under way.
             costs = self._costs_of(choice)
-            micro = costs.boundary_bytes // costs.workload.tokens * costs.workload.micro_tokens
-            return labels + Counter({"boundaries": (costs.workload.micro_batches + 2) * micro})
+            return labels + Counter({"boundaries": (costs.workload.micro_batches + 2) * costs.pooled_boundary_bytes})
         return labels
 
     def _candidate(self, choice: Choice) -> Candidate | None:
@@ -354,47 +355,30 @@ class Search:
         return labels
 
     def _bound(self, group: Choice) -> float:
-        """Seconds that the busiest lane needs: no step of the group is shorter, and quick to tell."""
-        compute, saved, attention, forward = self._compute_seconds(group.micro_batches)
-        again = self._starts(group.kept + group.selective, group.every)[1] * forward if group.every > 1 else 0.0
-        resident, host, link = self._update_seconds(group.speculative)
-        saves = saved[group.kept] + group.selective * attention
-        arithmetic = compute - saves + again + resident[group.states]
-        return max(arithmetic, host[group.states], link[group.states])
+        """Seconds that no step of the group is shorter than, quick to tell: of the busiest lane; and from one loss to
+        the next, between which the host does all its updates.
 
-    def _make_compute_seconds(self, micro_batches: int) -> tuple[float, list[float], float, float]:
-        """Seconds of all arithmetic with full recompute, what keeping the last n layers saves of it, what keeping
-        attention's output saves of a layer, and the shortest layer's forward."""
-        costs, (first, *layers, last) = self.costs(micro_batches, False), self.model.units
+        Deferred ones wait for the whole backward. The others run from the last layer to the first, whose weights are
+        the first to be fetched for forward; where some are late, those follow in forward order.
+        """
+        work, updates = self._arithmetic(group.micro_batches), self._updates(group.speculative)
+        again = self._starts(group.kept + group.selective, group.every)[1] * work.shortest if group.every > 1 else 0.0
+        saves = work.saved[group.kept] + group.selective * work.attention
+        step = work.step - saves + again
+        at_once = group.micro_batches if group.major else 1  # only the last micro-batch's gradients are complete
+        forward = max(work.forward[group.states] / at_once, updates.fetch[group.states])
+        loss = work.loss / at_once
+        if group.speculative or self.request.passing_gradients:
+            turn = max(updates.early[group.states] + forward, updates.host[group.states]) + loss
+        else:
+            turn = updates.host[group.states] + step - work.forward[0] / at_once
+        return max(step + updates.resident[group.states], turn, updates.link[group.states])
 
-        def seconds(kind: str, unit: str, mode: Mode = "recompute") -> float:
-            return costs.seconds(Op(kind=kind, lane="compute", unit=unit), mode)
+    def _make_arithmetic(self, micro_batches: int) -> Arithmetic:
+        return Arithmetic.of(self.costs(micro_batches, False), self.model.units)
 
-        full = [seconds("BACKWARD", unit.name) for unit in layers]
-        kept = [seconds("BACKWARD", unit.name, "keep") for unit in layers]
-        forward = [seconds("FORWARD", unit.name) for unit in layers]
-        saved = list(accumulate((a - b for a, b in zip(reversed(full), reversed(kept), strict=True)), initial=0.0))
-        attention = full[0] - seconds("BACKWARD", layers[0].name, "selective")
-        edges = seconds("BACKWARD", first.name, "keep" if first.lookup else "recompute") + seconds("LOSS", last.name)
-        return sum(full) + edges + sum(forward) + seconds("FORWARD", first.name), saved, attention, min(forward)
-
-    def _make_update_seconds(self, speculative: bool) -> tuple[list[float], list[float], list[float]]:
-        """Seconds of updates on the device, on the host, and of the busier direction of the link (each weight fetched
-        once), when the first n units live on the device."""
-        costs, units = self.costs(1, False), self.model.units
-
-        def each(kind: str, lane: str) -> list[float]:
-            return [costs.seconds(Op(kind=kind, lane=lane, unit=unit.name), "recompute") for unit in units]
-
-        def left(seconds: list[float]) -> list[float]:
-            return list(accumulate(reversed(seconds), initial=0.0))[::-1]
-
-        host = each("UPDATE", "optimizer")
-        if speculative:
-            early = each("SPECULATE", "optimizer")
-            host = [early[i] if unit.name in self._early else host[i] for i, unit in enumerate(units)]
-        link = [max(pair) for pair in zip(left(each("FETCH", "h2d")), left(each("DRAIN", "d2h")), strict=True)]
-        return list(accumulate(each("UPDATE", "compute"), initial=0.0)), left(host), link
+    def _make_updates(self, speculative: bool) -> Updates:
+        return Updates.of(self.costs(1, False), self.model.units, self._early if speculative else None)
 
 
 @lru_cache(maxsize=256)

@@ -19,10 +19,9 @@ import torch
 
 from megatrain import AdamW, Model, machine
 from megatrain._durable import remove_folder
-from megatrain.checked import input_bytes, mismatches, peaks, planned_memory
+from megatrain.checked import input_bytes, least_process_bytes, mismatches, peaks, planned_memory
 from megatrain.checkpoint import DamagedSave, prune, read_meta, set_aside, step_folder
 from megatrain.config import RunConfig, flat_options, parse_bytes
-from megatrain.costs import process_bytes
 from megatrain.datasets._batches import StepBatch
 from megatrain.datasets._load import Dataset, Progress
 from megatrain.errors import UserError
@@ -379,8 +378,8 @@ def _check_memory(prepared: Prepared, model: Model, console: Logger) -> int:
         spec = load_model_spec(str(prepared.folder))
     except UserError as error:  # of a kind that is trained but not planned
         _log.info("memory was not compared with the plan: %s", error)
-        return inputs + process_bytes(on_gpu=device == "cuda")
-    planned = planned_memory(spec, prepared.config, device, prepared.dtype, prepared.batches)
+        return inputs + least_process_bytes(prepared.config, device)
+    planned = planned_memory(spec, prepared.config, device, prepared.dtype, prepared.batches, prepared.gpu_memory)
     wrong = list(mismatches(planned, model.memory))
     if wrong:
         line = f"warning memory is not as planned: {'; '.join(wrong)}"

@@ -124,22 +124,23 @@ def test_what_a_gpu_tunes_with_counts_before_a_run_that_is_set_by_hand(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = make_model(tmp_path / "model")
     config = load_config(None, arguments(tmp_path))
-    alike, varied = (SimpleNamespace(largest=(64, 65536, 1), differ=differ) for differ in (False, True))
+    alike, varied = (SimpleNamespace(largest=(64, 65536, 1), ragged=ragged) for ragged in (False, True))
     elements = json.loads((folder / "config.json").read_text())["intermediate_size"]
     layer, copies = 40 << 20, 1 << (64 * 65536 * elements * 2 - 1).bit_length()
 
-    def beside(batches: SimpleNamespace, given: RunConfig) -> int:
-        return preflight._process_bytes(given, folder, batches, "cuda", "bfloat16") - process_bytes(on_gpu=True)
+    def beside(batches: SimpleNamespace, given: RunConfig, device: str = "cuda", free: int = 80 << 30) -> int:
+        total = preflight._process_bytes(given, folder, batches, device, "bfloat16", free)
+        return total - process_bytes(on_gpu=device == "cuda")
 
     small = replace(config, placement=replace(config.placement, device_memory="1GiB"))
     assert beside(alike, config) == layer
-    assert beside(varied, config) == beside(alike, small) == layer + copies
-    assert preflight._process_bytes(config, folder, alike, "cpu", "bfloat16") == process_bytes(on_gpu=False)
+    assert beside(varied, config) == beside(alike, small) == beside(alike, config, free=2 << 30) == layer + copies
+    assert beside(alike, config, "cpu") == 0
     compiled = replace(config, compute=replace(config.compute, compile=True))
-    on_cpu = preflight._process_bytes(compiled, folder, alike, "cpu", "bfloat16") - process_bytes(on_gpu=False)
-    assert on_cpu == (100 << 20) + layer
+    assert beside(alike, compiled, "cpu") == (100 << 20) + layer
     monkeypatch.setattr(preflight, "load_model_spec", unknown)
-    assert preflight._process_bytes(config, folder, alike, "cuda", "bfloat16") == process_bytes(on_gpu=True)
+    assert beside(varied, config) == layer
+    assert beside(varied, compiled, "cpu") == (100 << 20) + layer
 
 
 def unknown(name: str) -> ModelSpec:

@@ -84,6 +84,26 @@ def test_a_config_is_known_within_15_seconds_and_from_then_on_within_one(tmp_pat
     assert again[0].split()[0] == first[-1].split()[0]
 
 
+@pytest.mark.parametrize(
+    ("model", "where", "tokens", "length"),
+    [  # where updates on the host are longer than the arithmetic, many placements of a way out are almost as fast
+        ("qwen2.5-72b", "h200-128gb", 16384, 1024),
+        ("llama-3.1-70b", "h100-80gb-512gb", 8192, 4096),
+        ("llama-3.1-70b", "rtx5090-256gb", 16384, 1024),
+        ("mixtral-8x7b", "gh200-480gb", 16896, 512),
+        ("gpt-oss-120b", "h200-1.5tb", 131072, 1024),
+    ],
+)
+def test_ways_out_are_planned_within_5_seconds(
+    tmp_path: Path, model: str, where: str, tokens: int, length: int
+) -> None:
+    words = ["--machine", where, "--tokens-per-step", str(tokens), "--seq-len", str(length)]
+    seconds, result = timed(tmp_path, "plan", "--model", model, *words, without_torch=True)
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert result.stderr.count("fix:") >= 2
+    assert seconds < 5
+
+
 @pytest.mark.parametrize("shape", [*SHAPES, EXPERTS])
 def test_what_does_not_fit_is_refused_within_5_seconds(tmp_path: Path, shape: str) -> None:
     file = config_file(tmp_path, shape)

@@ -20,7 +20,7 @@ from megatrain.model_spec import load_model_spec
 from megatrain.results import MemoryReport
 from megatrain.trainer import open_model
 
-BATCHES = SimpleNamespace(largest=(2, 32, 2), differ=False)
+BATCHES = SimpleNamespace(largest=(2, 32, 2), ragged=False)
 
 
 def run_config(placement: dict[str, Any], compute: dict[str, Any]) -> RunConfig:
@@ -69,7 +69,7 @@ def test_planned_is_allocated(
     config = run_config(placement, compute)
     spec = load_model_spec(str(folders[tied]))
     with open_model(config, folders[tied], dtype, lambda *_: None) as model:
-        planned = planned_memory(spec, config, "cpu", dtype, BATCHES)  # type: ignore[arg-type]
+        planned = planned_memory(spec, config, "cpu", dtype, BATCHES, None)  # type: ignore[arg-type]
         assert list(mismatches(planned, model.memory)) == []
         for step in random_batches(320, steps=2, micros=2, tokens=32):
             model.step(step)

@@ -134,6 +134,25 @@ def test_each_epoch_visits_each_row_once_and_a_restored_position_goes_on(
     assert max(len(step) for step in steps) <= most
 
 
+@pytest.mark.parametrize(
+    ("lengths", "options", "ragged"),
+    [
+        ([6] * 8, {}, False),
+        ([6] * 8, {"batch_size": 3, "micro_batch_size": 3}, True),  # the last step of an epoch has two rows
+        ([6] * 8, {"micro_batch_size": 3}, True),
+        ([6] * 3, {"micro_batch_size": 4}, False),
+        ([6] * 4 + [5] * 4, {}, True),
+    ],
+)
+def test_micro_batches_of_one_shape_are_known_beforehand(
+    lengths: list[int], options: dict[str, Any], ragged: bool
+) -> None:
+    """What a GPU compiles within steps, and pins for it, depends on it."""
+    of = batches([row(length, [1]) for length in lengths], **options)
+    shapes = {batch["input_ids"].shape for _ in range(2 * of.steps_per_epoch) for batch in of.next_step().micro_batches}
+    assert of.ragged == ragged == (len(shapes) > 1)
+
+
 def test_other_rows_are_not_continued() -> None:
     state = batches([row(4, [3])]).state()
     with pytest.raises(UserError, match=r"data.train: not the rows"):

@@ -142,6 +142,8 @@ def test_a_way_out_can_be_pasted(tmp_path: Path, file: bool, words: tuple[str, .
         ((*SEVEN, "--tokens-per-step", "65537", "--seq-len", "1024"), "--tokens-per-step 65536"),
         ((*SEVEN, "--tokens-per-step", "100", "--seq-len", "1024"), "--tokens-per-step 1024"),
         (("plan", "--model", "none", "--machine", "h200-128gb", *STEP), "neither a known model"),
+        (("plan", "--model", "a" * 256, "--machine", "h200-128gb", *STEP), "a name of 256 characters"),
+        ((*SEVEN, "--machine", "b" * 5000, *STEP), "a name of 5000 characters"),
     ],
 )
 def test_mistakes(words: tuple[str, ...], message: str) -> None:

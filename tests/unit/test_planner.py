@@ -277,6 +277,16 @@ def test_within_a_group_more_on_the_device_is_never_slower(
             assert search.timeline(one).seconds <= search.timeline(other).seconds * (1 + 1e-9)
 
 
+def test_every_micro_batch_has_the_place_of_the_largest_on_the_host() -> None:
+    """As in the engine's pool (`BoundaryNeed`)."""
+    choice, planned = Choice(2, 0, 0, 2, False, host=True), []
+    for rows in (65, 128):
+        request = Request(rows=rows, seq_len=1024, fixed={"train.micro_batch_size": 64})
+        search = Search(model("qwen2.5-7b"), machine("h200-128gb"), request)
+        planned.append(search.host_bytes(choice)["boundary activations"])
+    assert planned[0] == planned[1]
+
+
 def test_selective_saves_attention_for_little_memory() -> None:
     """On the H200 of the figures above, with sequences of 32k tokens."""
     spec = model("qwen2.5-7b")

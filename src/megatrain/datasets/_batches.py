@@ -87,9 +87,10 @@ class Batches:
         return micro, max(len(r) for r in self._rows), -(-rows // micro)
 
     @property
-    def differ(self) -> bool:
-        """`steps_differ` of these rows."""
-        return steps_differ(self._rows, self._batch_size)
+    def ragged(self) -> bool:
+        """Whether some micro-batches are smaller than others."""
+        rows = min(self._batch_size, len(self._rows))
+        return steps_differ(self._rows, self._batch_size) or rows % min(self._micro, rows) > 0
 
     def next_step(self) -> StepBatch:
         """The next step's micro-batches; moves the position."""
