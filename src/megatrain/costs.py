@@ -7,6 +7,7 @@ they hold add up, and one of them alone takes workspace.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -166,16 +167,21 @@ class Costs:
 
     @cached_property
     def _forward(self) -> dict[str, float]:
-        return {unit.name: self._forward_seconds(unit, last=True) for unit in self.model.units}
+        return self._of_each(lambda unit: self._forward_seconds(unit, last=True))
 
     @cached_property
     def _again(self) -> dict[str, float]:
         """Seconds of what backward computes again of a unit's forward: where it is compiled, without a layer's last
         product, of which only the layer's output needs the result."""
-        return {
-            unit.name: self._forward_seconds(unit, last=not self.workload.compiled or unit.structure < 0)
-            for unit in self.model.units
-        }
+        compiled = self.workload.compiled
+        return self._of_each(lambda unit: self._forward_seconds(unit, last=not compiled or unit.structure < 0))
+
+    def _of_each(self, seconds: Callable[[UnitShape], float]) -> dict[str, float]:
+        """By unit; layers of one structure take the same time."""
+        layers = {unit.structure: unit for unit in self.model.units if unit.structure >= 0}
+        by_structure = {structure: seconds(unit) for structure, unit in layers.items()}
+        units = self.model.units
+        return {unit.name: by_structure[unit.structure] if unit.structure >= 0 else seconds(unit) for unit in units}
 
     def _forward_seconds(self, unit: UnitShape, *, last: bool) -> float:
         """A unit's forward over all tokens, with a layer's ``last`` product: products, of which a micro-batch takes at
